@@ -17,7 +17,7 @@ from typing import Any
 from alignment.config.load import build
 from alignment.config.yaml_source import SourcedYaml
 from alignment.data.rows.files import RawRow, json_line_rows, read_raw
-from alignment.data.rows.read import ROW_FORMATS, read_rows
+from alignment.data.rows.read import ROW_FORMATS, filled_columns, read_rows
 from alignment.data.rows.records import replies_of
 from alignment.errors import UserError, raise_all
 from alignment.evaluation.agreement import cohen_kappa
@@ -156,7 +156,8 @@ def read_questions(source: str) -> list[Label]:
     rows = list(read_raw(source))
     columns = set(next((row.values for row in rows if row.values), {}))
     if not columns & {"first", "responses"}:
-        ranked = any(columns.issuperset(form.columns) for form in ROW_FORMATS["rankings"])
+        ours = filled_columns(next((row.values for row in rows if row.values), {}))
+        ranked = any(ours.issuperset(form.columns) for form in ROW_FORMATS["rankings"])
         records, tally = read_rows(source, "rankings" if ranked else "demonstrations")
         print_tally(source, tally)
         rows = [

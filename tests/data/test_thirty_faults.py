@@ -156,7 +156,7 @@ FAULTS = {  # kind -> (good rows, name of the finding -> the rows that have the 
 }
 TALK_FAULTS = {
     "messages: unknown role": [dialogue(("wizard", "x"), BOT)],
-    "messages: the last message is not the assistant's": [dialogue(USER, BOT, USER)],
+    "messages: no message of the assistant counts": [dialogue(USER)],
     "messages: an assistant message alone has no prompt": [dialogue(BOT)],
     "messages: a tool call must be JSON": [{"messages": [{"role": "user", "content": "x"}, CALL]}],
     "messages: content of a message must be text, is null": [dialogue(("user", None), BOT)],

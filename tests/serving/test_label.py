@@ -248,6 +248,12 @@ def test_a_question_shows_no_models(form, tmp_path):
     assert "model" not in json.dumps(found) and "row-" not in json.dumps(found)
 
 
+def test_a_published_pair_is_one_question_of_two_responses(tmp_path):
+    row = {"prompt": "p", "response_0": "a", "response_1": "b", "better_response_id": 1}
+    [item] = read_questions(str(write_lines(tmp_path / "pairs.jsonl", [row])))
+    assert sorted(item.responses) == ["a", "b"]
+
+
 def test_each_annotator_has_an_order_of_their_own_that_the_file_does_not_change(tmp_path):
     rows = form_rows(200)
     turned = [{**row, "first": row["second"], "second": row["first"]} for row in rows[::-1]]

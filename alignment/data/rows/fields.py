@@ -8,6 +8,7 @@ import json
 import math
 import re
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, SupportsFloat, cast
 
 from alignment.data.rows.records import Columns, Message, Messages, Tools, is_plain
@@ -31,6 +32,7 @@ ROLES = {  # name of a role in data files -> chat templates' name
     "observation": "tool",
     "ipython": "tool",
 }
+SPEAKERS = ("user", "assistant")
 CALL_ROLE = "function_call"  # ShareGPT: the text of the message is the call
 TEXT_ONLY = "holds tool calls or reasoning, which demonstrations and comparisons can have, these rows not"
 UNANSWERABLE = "ends with an assistant message, so nothing is left to answer"
@@ -122,6 +124,13 @@ def number_field(row: Columns, key: str) -> float | None:
     return number
 
 
+def required_number(value: object, key: str) -> float:
+    """The finite number that a value in the column `key` is."""
+    if (number := number_field({key: value}, key)) is None:
+        raise BadRow(key, "holds no number for a response")
+    return number
+
+
 def flag_field(row: Columns, key: str) -> bool:
     """True or false under `key`, also written as 0 or 1, or as text (CSV)."""
     value = _present(row, key)
@@ -171,8 +180,17 @@ def messages_field(row: Columns, key: str) -> Messages:
 
 
 def as_chatml(messages: Sequence[object]) -> Sequence[Any]:
-    """`from`/`value` messages as `role`/`content`, others as they are; the argument is not changed."""
+    """The messages with `role` and `content`, of whatever form; the argument is not changed.
+
+    ShareGPT's have `from` and `value`, Capybara's turns `input` and `output`; LIMA's and UltraChat's are texts, the user's
+    first.
+    """
     names = {"from": "role", "value": "content"}
+    texts = list(messages)
+    if texts and all(isinstance(turn, dict) and turn.keys() == {"input", "output"} for turn in texts):
+        texts = [*chain.from_iterable((turn["input"], turn["output"]) for turn in cast("list[Columns]", texts))]
+    if texts and all(isinstance(text, str) for text in texts):
+        return [{"role": SPEAKERS[number % 2], "content": text} for number, text in enumerate(texts)]
     return [
         {names.get(name, name): value for name, value in message.items()}
         if isinstance(message, dict) and "from" in message
@@ -218,7 +236,7 @@ def _tool_calls(message: Columns, role: str, key: str, where: str) -> list[dict[
     """The tool calls of a message in OpenAI's form, arguments as an object."""
     calls = message.get("function_call") or message.get("tool_calls") or []
     if role == CALL_ROLE:
-        calls = _decoded(message.get("content"), key, where)
+        calls = decoded(message.get("content"), key, where)
     return [_call(call, key, where) for call in (calls if isinstance(calls, list) else [calls])]
 
 
@@ -228,7 +246,7 @@ def _call(call: object, key: str, where: str) -> dict[str, Any]:
         raise BadRow(key, "a tool call must be an object that names its function", f"{where}: {call!r:.60}")
     arguments = function.get("arguments", function.get("parameters", {}))
     if isinstance(arguments, str):
-        arguments = _decoded(arguments or "{}", key, where)
+        arguments = decoded(arguments or "{}", key, where)
     if not isinstance(arguments, dict | None):
         raise BadRow(key, "the arguments of a tool call must be an object", f"{where}: {arguments!r:.60}")
     clean: dict[str, Any] = {"type": "function", "function": {"name": function["name"], "arguments": arguments or {}}}
@@ -241,7 +259,7 @@ def _function(item: object) -> dict[str, Any] | None:
     return function if isinstance(function, dict) and isinstance(function.get("name"), str) else None
 
 
-def _decoded(text: object, key: str, where: str, why: str = "a tool call must be JSON") -> Any:
+def decoded(text: object, key: str, where: str, why: str = "a tool call must be JSON") -> Any:
     """A tool call, its arguments, or the definitions of tools, from JSON."""
     try:
         return json.loads(cast("str", text))
@@ -250,9 +268,12 @@ def _decoded(text: object, key: str, where: str, why: str = "a tool call must be
 
 
 def _joined(content: object) -> object:
-    """One text of content that is a list of text parts, as OpenAI's may be; any other as it is."""
+    """One text of content that is a list of text parts, as OpenAI's and LLaMA-Factory's may be; any other as it is."""
     parts = content if isinstance(content, list) and content else [None]
-    texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in parts]
+    texts = [
+        part.get("text", part.get("value")) if isinstance(part, dict) and part.get("type") == "text" else None
+        for part in parts
+    ]
     return "".join(cast("list[str]", texts)) if all(isinstance(text, str) for text in texts) else content
 
 
@@ -261,7 +282,7 @@ def tools_field(row: Columns, key: str = "tools") -> Tools | None:
     value = row.get(key)
     if isinstance(value, str):
         why = "must be a list of tool definitions, or that list as JSON"
-        value = _decoded(value, key, key, why) if value.strip() else None
+        value = decoded(value, key, key, why) if value.strip() else None
     given = value if isinstance(value, list) else [value] if value else []
     functions = [_function(tool) for tool in given]
     if None in functions:

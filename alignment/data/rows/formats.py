@@ -5,14 +5,18 @@ A parser gets a row, its row id, and the names of the columns of its format; the
 
 import re
 from dataclasses import replace
+from itertools import chain
 
 from alignment.data.rows.fields import (
+    ROLES,
     TEXT_ONLY,
     UNANSWERABLE,
     BadRow,
+    as_chatml,
     as_flag,
     flag_field,
     is_given,
+    list_field,
     messages_field,
     number_field,
     object_field,
@@ -25,7 +29,9 @@ from alignment.data.rows.fields import (
     turn_weights,
 )
 from alignment.data.rows.records import (
+    ALL_TIED,
     EQUAL_PAIR,
+    TIED,
     Columns,
     Comparison,
     Demonstration,
@@ -45,8 +51,21 @@ HUMAN_TURN = "\n\nHuman:"
 ASSISTANT_TURN = "\n\nAssistant:"
 TURNS = re.compile(r"\n\n(Human|Assistant):")
 NO_HISTORY = "earlier turns in a column of their own are not read; write the row as messages"
+# Names that our columns have elsewhere
+PROMPT_NAMES = (
+    "question",
+    "query",
+    "problem",
+    "instruction",
+    "inputs",
+    "input",
+    "post",
+    "context_messages",
+    "messages",
+)
+ANSWER_NAMES = ("answer", "response", "output", "solution", "targets", "target", "summary", "label")
 ALONE = "an assistant message alone has no prompt"
-PLAIN_PROMPT_REPLY = "holds tool calls or reasoning, for which a plain text prompt has no place"
+PLAIN_PROMPT_REPLY = "holds tool calls or reasoning, for which a plain text prompt has no place; data.as_messages=true makes messages of it"
 EXPLICIT = ("prompt", "conversations", "instruction")  # columns that hold a prompt
 
 # Source: Taori et al. 2023, Stanford Alpaca, prompt with and without an input.
@@ -70,13 +89,17 @@ def alpaca_prompt(instruction: str, context: str = "") -> str:
 
 
 def instruction_prompt(row: Columns) -> str | Messages:
-    """Alpaca's prompt for `instruction` and `input`; messages where the rows have a column `system`."""
+    """Alpaca's prompt for `instruction` and `input`; messages where there are `system` or earlier turns in `history`."""
     instruction, context = text_field(row, "instruction"), text_field({"input": "", **row}, "input", may_be_empty=True)
+    question = f"{instruction}\n{context}" if context.strip() else instruction
     if row.get("history"):
-        raise BadRow("history", NO_HISTORY)
+        turns = list_field(row, "history")
+        if not all(isinstance(turn, list) and len(turn) == 2 for turn in turns):
+            raise BadRow("history", "must be a list of pairs, what the user said and the reply")
+        return messages_field({"history": [*chain.from_iterable(turns), question]}, "history")
     if "system" not in row:
         return alpaca_prompt(instruction, context)
-    return [Message(role="user", content=f"{instruction}\n{context}" if context.strip() else instruction)]
+    return [Message(role="user", content=question)]
 
 
 def prompt_in(row: Columns, column: str) -> str | Messages:
@@ -102,6 +125,11 @@ def parse_pair_prompt(row: Columns, row_id: str, *_: str) -> Prompt:
     return Prompt(parse_comparison(row, row_id).prompt, dict(row), row_id)
 
 
+def parse_first_turn(row: Columns, row_id: str, column: str) -> Prompt:
+    """The first of several questions of a user, which stay in `extra` (MT-Bench)."""
+    return Prompt(text_field({column: list_field(row, column)[0]}, column), dict(row), row_id)
+
+
 # Texts and demonstrations
 
 
@@ -112,12 +140,14 @@ def parse_text(row: Columns, row_id: str, column: str) -> Text:
 
 def parse_dialogue(row: Columns, row_id: str, key: str) -> Demonstration:
     """A dialogue whose assistant turns are imitated, those with weight 0 left out."""
-    messages = _dialogue(row, key)
+    messages = messages_field(row, key)
     weights = turn_weights(row, key)
     replies = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     counting = [index for index in replies if weights[index] is not False]
     if not counting:
-        raise BadRow(key, "no message of the assistant counts: all have weight 0")
+        answer = next((name for name in ANSWER_NAMES if row.get(name)), None)
+        way = f"; data.columns.prompt={key} data.columns.completion={answer} names one" if answer else ""
+        raise BadRow(key, f"no message of the assistant counts{way}", "there is none, or all have weight 0")
     last = counting[-1]  # what follows it is not trained on
     if last == 0:
         raise BadRow(key, ALONE)
@@ -126,6 +156,12 @@ def parse_dialogue(row: Columns, row_id: str, key: str) -> Demonstration:
         return Demonstration(prompt, response, row_id)
     trained = tuple(index in counting for index in replies if index <= last)
     return Demonstration(prompt, response, row_id, messages[: last + 1], None if all(trained) else trained)
+
+
+def unread_turns(row: Columns, key: str) -> set[str]:
+    """The name by which turns after the last reply of a dialogue are counted, which nothing imitates."""
+    last = as_chatml(list_field(row, key))[-1]
+    return set() if ROLES[last["role"]] == "assistant" else {f"{key} after the last reply"}
 
 
 def _dialogue(row: Columns, key: str) -> Messages:
@@ -144,7 +180,9 @@ def parse_demonstration(row: Columns, row_id: str, prompt: str, response: str) -
 
 
 def parse_chosen_side(row: Columns, row_id: str, *_: str) -> Demonstration:
-    """The chosen response of a pair."""
+    """The chosen response of a pair, one of which is better."""
+    if row.get(TIED):
+        raise SkippedRow(ALL_TIED)
     pair = parse_comparison(row, row_id)
     reply = Message(role="assistant", content=pair.chosen) if pair.messages is None else pair.messages[0]
     return _answered(pair.prompt, reply, "chosen", row_id)
@@ -158,6 +196,23 @@ def _answered(prompt: str | Messages, reply: Message, key: str, row_id: str) -> 
         raise BadRow(key, PLAIN_PROMPT_REPLY)
     before = tuple(False for message in prompt if message["role"] == "assistant")
     return Demonstration(prompt, reply["content"], row_id, [*prompt, reply], (*before, True) if before else None)
+
+
+def with_reasoning(record: Record, row: Columns) -> Record:
+    """The demonstration with the thoughts before its last reply, which the row has in a column of their own."""
+    thoughts = row.get("reasoning")
+    if isinstance(thoughts, list) and len(thoughts) == 1:
+        thoughts = thoughts[0]
+    text = text_field({"reasoning": thoughts}, "reasoning", may_be_empty=True)
+    if not text.strip() or not isinstance(record, Demonstration):
+        return record
+    if record.messages is None:
+        reply = Message(role="assistant", content=record.response, reasoning_content=text)
+        return _answered(record.prompt, reply, "reasoning", record.row_id)
+    *before, last = record.messages
+    if "reasoning_content" in last:
+        raise BadRow("reasoning", "stands in the reply too; leave one of the two out")
+    return replace(record, messages=[*before, {**last, "reasoning_content": text}])
 
 
 # Pairs
@@ -186,6 +241,8 @@ def parse_comparison(row: Columns, row_id: str, *_: str) -> Comparison:
 
 def parse_pair(row: Columns, row_id: str, *_: str) -> Comparison:
     """A pair of two different responses; tool calls and reasoning count as a difference."""
+    if row.get(TIED):
+        raise SkippedRow(ALL_TIED)
     pair = parse_comparison(row, row_id)
     if pair.chosen == pair.rejected and (pair.messages is None or pair.messages[0] == pair.messages[1]):
         raise SkippedRow(EQUAL_PAIR)
@@ -202,10 +259,11 @@ def parse_text_pair(row: Columns, row_id: str) -> Comparison:
 
 def _split_dialogue(row: Columns, key: str) -> tuple[str, str]:
     """A plain dialogue cut after its last assistant header: (prompt with the header, response), which joined are the text."""
-    text = text_field(row, key)
+    text = "" if isinstance(row.get(key), dict) else text_field(row, key)
     head, header, response = text.rpartition(ASSISTANT_TURN)
     if not header:
-        raise BadRow(key, f"no prompt column, and no {ASSISTANT_TURN!r} turn to split at")
+        way = next((f"; data.columns.prompt={name} names one" for name in PROMPT_NAMES if row.get(name)), "")
+        raise BadRow(key, f"no prompt column{way}, and no {ASSISTANT_TURN!r} turn to split at")
     if HUMAN_TURN in response:
         raise BadRow(key, "ends with a human turn")
     if not response.strip():
@@ -331,7 +389,7 @@ def complete(record: Record, row: Columns) -> Record:
     whole = isinstance(record, Demonstration) and record.messages is not None
     if not whole and isinstance(record.prompt, list) and record.prompt[-1]["role"] == "assistant":
         raise BadRow("prompt", UNANSWERABLE)
-    if row.get("history"):
+    if row.get("history") and ("instruction" not in row or row.keys() & {"prompt", "messages", "conversations"}):
         raise BadRow("history", NO_HISTORY)
     if tools := tools_field(row):
         if isinstance(record.prompt, str) or isinstance(record, Steps):
@@ -341,7 +399,9 @@ def complete(record: Record, row: Columns) -> Record:
     if not system.strip():
         return record
     if isinstance(record.prompt, str):
-        raise BadRow("system", "a plain text prompt has no place for it; write the row as messages")
+        raise BadRow(
+            "system", "a plain text prompt has no place for it; write the row as messages, or set data.as_messages=true"
+        )
     if record.prompt[0]["role"] == "system":
         if record.prompt[0]["content"] != system:
             raise BadRow("system", "differs from the system message that the dialogue begins with")

@@ -2,7 +2,7 @@
 
 Understood: `responses` with `ranking` (best first), `ranks` or `scores`; `generations` with `ratings`; UltraFeedback's
 `completions` and Nectar's `answers`, which are lists of objects; trees of OpenAssistant; a pair, as K = 2. Of steps: trl's
-stepwise supervision (`prompt`, `completions`, `labels`), PRM800K's records, Math-Shepherd's tagged text.
+stepwise supervision (`prompt`, `completions`, `labels`), PRM800K's records, Math-Shepherd's tagged text, RLHFlow's dialogues, ProcessBench.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,16 +12,18 @@ from alignment.data.rows.fields import (
     BadRow,
     flag_field,
     list_field,
+    messages_field,
     number_field,
     object_field,
     objects_field,
     prompt_field,
     reply_field,
+    required_number,
     text_field,
     type_name,
 )
 from alignment.data.rows.formats import explicit_prompt, parse_text_pair
-from alignment.data.rows.records import EQUAL_RESPONSES, Columns, Messages, Ranking, Record, SkippedRow, Steps
+from alignment.data.rows.records import EQUAL_RESPONSES, TIED, Columns, Messages, Ranking, Record, SkippedRow, Steps
 
 RESPONSE_KEYS = ("response", "answer", "text", "content")  # of an object in a list of responses
 SCORE_KEYS = ("overall_score", "score", "rating", "fine-grained_score")  # higher is better
@@ -42,18 +44,12 @@ def parse_ranking(row: Columns, row_id: str, responses: str, judgment: str) -> R
     judged = list_field(row, judgment)
     if judgment == "ranking":
         return _ranking(row, texts, row_id, ranks=_listed_ranks(judged, texts))
-    numbers = [_number(item, judgment) for item in judged]
+    numbers = [required_number(item, judgment) for item in judged]
     if len(numbers) != len(texts):
         raise BadRow(judgment, f"must be as many as {responses}", f"{len(numbers)} and {len(texts)}")
     if judgment == "ranks":
         return _ranking(row, texts, row_id, ranks=numbers)
     return _ranking(row, texts, row_id, scores=numbers)
-
-
-def _number(value: object, key: str) -> float:
-    if (number := number_field({key: value}, key)) is None:
-        raise BadRow(key, "holds no number for a response")
-    return number
 
 
 def parse_rated(row: Columns, row_id: str, key: str) -> Ranking:
@@ -64,9 +60,9 @@ def parse_rated(row: Columns, row_id: str, key: str) -> Ranking:
             raise BadRow(key, f"must hold objects with a response and a score, holds {type_name(item)}")
         texts.append(text_field({key: _first(item, RESPONSE_KEYS, key, "response")}, key))
         if item.get("rank") is not None:
-            ranks.append(_number(item["rank"], key))
+            ranks.append(required_number(item["rank"], key))
         else:
-            scores.append(_number(_first(item, SCORE_KEYS, key, "score"), key))
+            scores.append(required_number(_first(item, SCORE_KEYS, key, "score"), key))
     if scores and ranks:
         raise BadRow(key, "some responses have a rank and some have a score")
     return _ranking(row, texts, row_id, ranks=ranks, scores=scores)
@@ -93,9 +89,8 @@ def _ranking(
     `ranks` are places, the lowest the best; without them `scores` rank, the highest the best.
     """
     if prompt is None:
-        whole = (
-            any(row.get(key) is not None for key in ("prompt", "conversations")) or str(row.get("input") or "").strip()
-        )
+        more = row.get("history") or str(row.get("input") or "").strip()
+        whole = more or any(row.get(key) is not None for key in ("prompt", "conversations"))
         prompt = explicit_prompt(row) if whole else text_field(row, "instruction" if "instruction" in row else "prompt")
     if len(responses) < 2:
         raise BadRow("responses", "must be at least two to rank", f"{len(responses)} given")
@@ -129,11 +124,12 @@ def _listed_ranks(ranking: Sequence[object], responses: Sequence[str]) -> list[i
 
 
 def parse_pair_ranking(row: Columns, row_id: str, *_: str) -> Ranking:
-    """A pair as a ranking of two, the chosen one first; its margin and scores are kept."""
-    pair = parse_text_pair(row, row_id)
+    """A pair as a ranking of two, the chosen one first unless they are tied; its margin and scores are kept."""
+    tied = bool(row.get(TIED))
+    pair = parse_text_pair({**row, TIED: False}, row_id)
     rated = number_field(row, "score_chosen"), number_field(row, "score_rejected")
     scores = None if None in rated else cast("tuple[float, float]", rated)
-    return Ranking(pair.prompt, (pair.chosen, pair.rejected), (0, 1), row_id, scores, pair.margin)
+    return Ranking(pair.prompt, (pair.chosen, pair.rejected), (0, int(not tied)), row_id, scores, pair.margin)
 
 
 def parse_tree(row: Columns, row_id: str, *_: str) -> list[Record]:
@@ -150,7 +146,7 @@ def _ranked_replies(node: Columns, before: Messages, row_id: str, way: tuple[int
     replies = [reply for reply in objects_field(node, "replies") if not reply.get("deleted")]
     ranked = [reply for reply in replies if reply.get("rank") is not None]
     if TREE_ROLES[role] == "user" and len(ranked) > 1:
-        ranks = [_number(reply["rank"], "prompt") for reply in ranked]
+        ranks = [required_number(reply["rank"], "prompt") for reply in ranked]
         name = f"{row_id}[{'.'.join(map(str, way))}]" if way else row_id
         yield _ranking({}, [text_field(reply, "text") for reply in ranked], name, ranks=ranks, prompt=dialogue)
     for number, reply in enumerate(replies):
@@ -239,8 +235,34 @@ def parse_tagged_steps(row: Columns, row_id: str, *_: str) -> Steps:
         marked = rest[1:]
     if not labels:
         raise BadRow("input", f"has no step that ends with {TAG!r}")
-    prompt, first, rest = pieces[0].strip().partition(FIRST_STEP)
+    prompt, first = _question_and_step(pieces[0], "input")
+    return Steps(prompt, (first, *(piece.strip() for piece in pieces[1:-1])), tuple(labels), row_id)
+
+
+def _question_and_step(text: str, key: str) -> tuple[str, str]:
+    """A text cut before its first step."""
+    prompt, first, rest = text.strip().partition(FIRST_STEP)
     if not first or not prompt.strip():
-        raise BadRow("input", f"has no question before {FIRST_STEP!r}")
-    steps = (first + rest, *(piece.strip() for piece in pieces[1:-1]))
-    return Steps(prompt, steps, tuple(labels), row_id)
+        raise BadRow(key, f"has no question before {FIRST_STEP!r}")
+    return prompt, first + rest
+
+
+def parse_marked_turns(row: Columns, row_id: str, key: str) -> Steps:
+    """A dialogue of steps, each answered by + or -; the first one follows the question (RLHFlow)."""
+    messages = messages_field(row, key)
+    marks = [message["content"].strip() for message in messages[1::2]]
+    if len(messages) % 2 or not set(marks) <= {"+", "-"}:
+        raise BadRow(key, "each step must be answered by + or -")
+    texts = [message["content"] for message in messages[::2]]
+    prompt, first = _question_and_step(texts[0], key)
+    return Steps(prompt, (first, *texts[1:]), tuple(mark == "+" for mark in marks), row_id)
+
+
+def parse_first_error(row: Columns, row_id: str, problem: str, steps: str, label: str) -> Steps:
+    """Steps and the number of the first wrong one, -1 where all are right; of later ones nothing is known (ProcessBench)."""
+    texts = [text_field({steps: step}, steps) for step in list_field(row, steps)]
+    wrong = required_number(row[label], label)
+    if wrong not in range(-1, len(texts)):
+        raise BadRow(label, "must be the number of a step from 0, or -1", f"{wrong:g} of {len(texts)}")
+    labels = [number != wrong for number in range(len(texts) if wrong < 0 else int(wrong) + 1)]
+    return Steps(text_field(row, problem), tuple(texts[: len(labels)]), tuple(labels), row_id)

@@ -11,9 +11,11 @@ from alignment.data.config import DataConfig, SourceConfig, as_sources
 from alignment.data.rows import formats, rankings
 from alignment.data.rows.fields import MEDIA, NO_MEDIA, PLACEHOLDERS, BadRow, is_given, unread_keys
 from alignment.data.rows.files import Chunk, RawRow, read_raw
+from alignment.data.rows.published import PREFERENCES, published_row
 from alignment.data.rows.records import (
     ALL_TIED,
     EXPANDED,
+    TIED,
     Columns,
     Demonstration,
     Kind,
@@ -75,11 +77,13 @@ class RowFormat(NamedTuple):
 
     Attributes:
         paired: the records are rankings, of which all pairs are taken that one response leads.
+        reasoning: data.columns names a column of thoughts before the reply.
     """
 
     columns: tuple[str, ...]
     parser: Callable[..., Record | list[Record]]
     paired: bool = False
+    reasoning: bool = False
 
 
 K_WAY = (
@@ -113,6 +117,8 @@ ROW_FORMATS: dict[Kind, tuple[RowFormat, ...]] = {  # the first whose columns ar
         RowFormat(("instruction", "output"), formats.parse_demonstration),
         RowFormat(PAIR, formats.parse_chosen_side),
         RowFormat(("conversations",), formats.parse_dialogue),
+        RowFormat(("conversation",), formats.parse_dialogue),
+        RowFormat(("data",), formats.parse_dialogue),
     ),
     "comparisons": (RowFormat(PAIR, formats.parse_pair), *(each._replace(paired=True) for each in K_WAY)),
     "prompts": (
@@ -120,6 +126,7 @@ ROW_FORMATS: dict[Kind, tuple[RowFormat, ...]] = {  # the first whose columns ar
         RowFormat(("messages",), formats.parse_prompt_column),
         RowFormat(("conversations",), formats.parse_prompt_column),
         RowFormat(("instruction",), formats.parse_prompt_column),
+        RowFormat(("turns",), formats.parse_first_turn),
         RowFormat(PAIR, formats.parse_pair_prompt),
     ),
     "labels": (*LABELED, RowFormat(PAIR, formats.parse_labeled_pair)),
@@ -128,7 +135,16 @@ ROW_FORMATS: dict[Kind, tuple[RowFormat, ...]] = {  # the first whose columns ar
         RowFormat(("prompt", "completions", "labels"), rankings.parse_steps),
         RowFormat(("question", "label"), rankings.parse_prm800k),
         RowFormat(("input", "label"), rankings.parse_tagged_steps),
+        RowFormat(("conversations",), rankings.parse_marked_turns),
+        RowFormat(("problem", "steps", "label"), rankings.parse_first_error),
     ),
+}
+
+LIKELY = {  # our column -> names that it has elsewhere
+    "prompt": formats.PROMPT_NAMES,
+    "completion": formats.ANSWER_NAMES,
+    "messages": ("completion",),
+    "label": ("is_safe",),
 }
 
 
@@ -275,20 +291,29 @@ class RecordParser:
         self.row_format, self.as_messages, self.form_location = row_format, as_messages, ""
         self.form: type | None = None
         self.keeps_all = row_format in ROW_FORMATS["prompts"]  # other columns are for the judge
-        self.known = HARMLESS | BESIDE
+        self.known = HARMLESS | BESIDE | {TIED}
         if row_format.columns == PAIR:
             self.known -= {"label", "kto_tag"}
         of_prompts = {*formats.EXPLICIT, "messages", "text"}
         self.prompts = formats.EXPLICIT if of_prompts.isdisjoint(row_format.columns) else ()  # one of them is read, too
 
+    def _named(self, values: Columns) -> Columns:
+        """The row under our column names, if it is a published one; of prompts only where the prompt has another name."""
+        if self.keeps_all and values.keys() >= {*self.row_format.columns}:
+            return values
+        return published_row(values)
+
     def unread(self, values: Columns) -> set[str]:
         """Names of the columns of a row, of the keys of its messages, and of placeholders in it, that nothing reads."""
+        values = self._named(values)
         prompts = [key for key in self.prompts if values.get(key) is not None]
-        read = (*self.row_format.columns, *prompts[:1])
+        read = (*self.row_format.columns, *prompts[:1], *self.row_format.reasoning * ["reasoning"])
         texts = [values.get(key) for key in read]
         written = str(texts)
         names = {f"messages.{key}" for text in texts for key in unread_keys(text)}
         names.update(tag for tag in PLACEHOLDERS if tag in written)
+        if self.row_format.parser is formats.parse_dialogue:
+            names |= formats.unread_turns(values, *self.row_format.columns)
         if not self.keeps_all:
             context = ("input",) if "instruction" in read else ()
             others = values.keys() - self.known - {*read, *context}
@@ -296,6 +321,7 @@ class RecordParser:
         return names
 
     def __call__(self, values: Columns, location: str) -> list[Record]:
+        values = self._named(values)
         if not self.keeps_all and is_given(values.get("documents")):
             raise BadRow("documents", "are not given to a chat template; write them into a message")
         if self.as_messages and "instruction" in values:
@@ -308,6 +334,8 @@ class RecordParser:
                 raise SkippedRow(ALL_TIED)
         if self.as_messages:
             records = [formats.with_messages(record) for record in records]
+        if self.row_format.reasoning:
+            records = [formats.with_reasoning(record, values) for record in records]
         records = [formats.complete(record, values) for record in records]
         if values.get("chat_template_kwargs"):
             formats.add_template_variables(records, values)
@@ -331,15 +359,39 @@ def choose_row_format(name: str, rows: list[RawRow], kind: Kind, columns: dict[s
     inside = dict.fromkeys(key for values in readable for key, _ in _named_values(values))
     _check_columns(name, kind, columns, list(inside))
     for values in readable:
-        present = {key for key, value in rename_columns(values, columns).items() if value is not None}
+        present = filled_columns(rename_columns(values, columns))
         for row_format in ROW_FORMATS[kind]:  # the first whose columns are there
             if present.issuperset(row_format.columns):
-                return row_format
+                return row_format._replace(reasoning=kind == "demonstrations" and "reasoning" in columns)
     expected = "; or ".join(" + ".join(row_format.columns) for row_format in ROW_FORMATS[kind])
+    judged = "; where a number says which response is better, write chosen and rejected"
     raise UserError(
         f"{name}: no {kind} here: found columns {', '.join(found)}; expected {expected}. "
-        "Name the file's columns with data.columns.OURS=THEIRS"
+        f"Name the file's columns with {_likely_columns(found, kind) or 'data.columns.OURS=THEIRS'}"
+        + judged
+        * (kind in ("comparisons", "rankings"))
     )
+
+
+def _likely_columns(found: Iterable[str], kind: Kind) -> str:
+    """The settings that would make a format of the columns of a file, by names that they often have; "" for none."""
+    for row_format in ROW_FORMATS[kind]:
+        settings: list[str] = []
+        missing = [ours for ours in row_format.columns if ours not in found]
+        for ours in missing:
+            settings += [f"data.columns.{ours}={theirs}" for theirs in LIKELY.get(ours, ()) if theirs in found][:1]
+        if len(settings) == len(missing):
+            return " ".join(settings)
+    return ""
+
+
+def filled_columns(values: Columns) -> set[str]:
+    """Our names of the columns of a row that hold something; of a published pair with a fault those of any pair."""
+    try:
+        values = published_row(values)
+    except (BadRow, SkippedRow):
+        return {*PAIR}
+    return {key for key, value in values.items() if value is not None}
 
 
 def choose_parser(
@@ -374,6 +426,9 @@ def choose_parser(
 
 def _check_columns(name: str, kind: Kind, columns: dict[str, str], found: list[str]) -> None:
     known = OPTIONAL | {key for row_format in ROW_FORMATS[kind] for key in row_format.columns}
+    known |= {verdict for _, _, _, verdict, _ in PREFERENCES}  # a set may have several
+    if kind == "demonstrations":
+        known.add("reasoning")
     unknown = [
         f"data.columns.{ours}: {kind} have no such column; {suggest(ours, known)}"
         for ours in columns

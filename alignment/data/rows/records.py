@@ -147,6 +147,7 @@ SHOWN_IDS = 3
 EQUAL_PAIR = "chosen and rejected are identical"
 EQUAL_RESPONSES = "two responses of one prompt are identical"
 ALL_TIED = "all responses are tied, so no pair prefers one"
+TIED = "(tied)"  # column of a published pair of which neither response is better
 EXPANDED = "a row of several records: each counts as a row"
 
 
