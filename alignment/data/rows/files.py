@@ -140,9 +140,9 @@ class RawRow:
 
 
 def read_raw(source: str, split: str = "train", copies: Path | None = None) -> Iterator[RawRow]:
-    """The rows of a file, directory or glob, or of a Hub data set (`owner/name:config[split]`); `split`: where none is named.
+    """The rows of a file, directory or glob, or of a Hub data set (`owner/name:config[split]`).
 
-    `copies`: a folder that may have a copy of the data set.
+    `split`: where none is named. `copies`: a folder that may have a copy of the data set.
     """
     found = find_rows(source, split)
     if isinstance(found, tuple):

@@ -1,4 +1,4 @@
-"""Data sets of the Hub: what configs/sources.yaml says of each, and the folders of copies that are looked at first."""
+"""Data sets and models of the Hub: the entries of configs/sources.yaml, and folders of copies, which are looked at first."""
 
 import gzip
 import json
@@ -56,10 +56,16 @@ def load_hub(name: str, config: str | None, split: str, *, streaming: bool = Fal
         command = " ".join(filter(None, [source, revision and f"--revision {revision}"]))
         raise UserError(
             f"{name}: no such file, and the Hub gave no data set of that name with split '{split}' ("
-            f"{hub_label(name, config, split)}, {type(error).__name__}: {' '.join(str(error).split())}); with a network "
-            f"it is fetched by itself, without one put a copy ({command}) into {folder}, of which ALIGNMENT_DATA names "
+            f"{hub_label(name, config, split)}, {type(error).__name__}: {' '.join(str(error).split())}); with a "
+            f"network it is fetched by itself, without one put a copy ({command}) into {folder}, of which ALIGNMENT_DATA names "
             "the first part; a local file needs its suffix, such as .jsonl"
         ) from error
+
+
+def copied_model(name: str) -> Path | None:
+    """The directory in the folder of ALIGNMENT_DATA that is a copy of a model of the Hub; None where there is none."""
+    paths = [name, *hub_sources().get(name, {}).get("directories", ())]
+    return next((data_folder() / path for path in paths if "/" in name and (data_folder() / path).is_dir()), None)
 
 
 def hub_text(name: str, config: str | None, split: str, copies: Path | None = None) -> str | None:

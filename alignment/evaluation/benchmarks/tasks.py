@@ -72,8 +72,8 @@ class Benchmark(Settings):
         kind: multiple_choice (the choice with the highest log-probability), pairs (which of two texts is likelier), last_word
             (log-probability of a continuation), rolling (perplexity of texts), answers (generated, then compared), toxicity
             (of several sampled continuations).
-        source: file of rows, relative to the data folder, or a data set of the Hub, `owner/name:config[split]`, whose copy
-            in that folder is taken where there is one; or several of them.
+        source: file of rows, relative to the data folder, or a data set of the Hub, `owner/name:config[split]`, whose
+            copy in that folder is taken where there is one; or several of them.
         prompt: template of the context that the choices follow; of `rolling` the text itself.
         columns: name -> expression; further columns, each of which the next ones may use.
         description: template in front of the examples and the prompt.
