@@ -1,4 +1,4 @@
-"""Data sets and models of the Hub: the entries of configs/sources.yaml, and folders of copies, which are looked at first."""
+"""Data sets and models of the Hub: entries of configs/sources.yaml, and folders of copies, which come first."""
 
 import gzip
 import json
@@ -57,8 +57,8 @@ def load_hub(name: str, config: str | None, split: str, *, streaming: bool = Fal
         raise UserError(
             f"{name}: no such file, and the Hub gave no data set of that name with split '{split}' ("
             f"{hub_label(name, config, split)}, {type(error).__name__}: {' '.join(str(error).split())}); with a "
-            f"network it is fetched by itself, without one put a copy ({command}) into {folder}, of which ALIGNMENT_DATA names "
-            "the first part; a local file needs its suffix, such as .jsonl"
+            f"network it is fetched by itself, without one put a copy ({command}) into {folder}, "
+            f"where ALIGNMENT_DATA names {data_folder()}; a local file needs its suffix, such as .jsonl"
         ) from error
 
 
