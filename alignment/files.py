@@ -38,6 +38,18 @@ CARD = "README.md"  # a model's; it is about the model and no part of it
 CHAT_TEMPLATE_DIRECTORY = "additional_chat_templates"  # the one subdirectory that transformers reads
 
 
+def packaged_folder(kind: str) -> Path:
+    """Folder of the packaged `configs` or `recipes`: inside the installed package, or next to it in a checkout."""
+    package = Path(__file__).parent
+    installed = package / "_packaged" / kind
+    return installed if installed.is_dir() else package.parent / kind
+
+
+def data_folder() -> Path:
+    """Folder of copies of data sets: ALIGNMENT_DATA, or ../shared/data."""
+    return Path(os.environ.get("ALIGNMENT_DATA") or "../shared/data")
+
+
 def sync(path: Path) -> None:
     """Flush a file or a directory entry to the disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)

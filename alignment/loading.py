@@ -11,6 +11,7 @@ import torch
 
 from alignment.adapters.files import is_adapter, read_base, read_members, read_revision
 from alignment.data.prepare import Preparation, preparation_of
+from alignment.data.rows.hub import copied_model
 from alignment.data.rows.records import Kind
 from alignment.data.text.chat import stop_token_ids
 from alignment.data.text.templates import with_chat_template
@@ -34,7 +35,8 @@ MODEL_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", CARD]  
 
 
 def find_directory(source: str, revision: str | None = None) -> Path:
-    """Return the local directory of a checkpoint; a Hub name is downloaded (safetensors, JSON, tokenizer files and card only).
+    """Return the local directory of a checkpoint; a Hub name is downloaded (safetensors, JSON, tokenizer files and card),
+    unless the folder of ALIGNMENT_DATA has a copy.
 
     `revision` is a commit on the Hub; None: the newest.
     """
@@ -48,6 +50,8 @@ def find_directory(source: str, revision: str | None = None) -> Path:
         return path
     if path.is_absolute() or source.startswith((".", "~")) or source.count("/") > 1 or path.exists():
         raise UserError(f"{source}: {missing_directory(path)}")
+    if revision is None and (copy := copied_model(source)) is not None:
+        return copy
     from huggingface_hub import snapshot_download
 
     try:

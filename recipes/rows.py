@@ -27,7 +27,8 @@ class SplitConfig(Settings):
     """Rows split into several files by a hash, so that the same prompt always goes to the same file.
 
     Attributes:
-        source: files of rows; running text (.txt, .txt.gz) is split into documents first.
+        source: files of rows, or data sets of the Hub, `owner/name:config[split]`; running text (.txt, .txt.gz) is split into
+            documents first.
         kind: of the rows; a row of another kind is an error, or skipped and counted.
         parts: name -> share of the rows. Each part becomes `output/NAME.jsonl`, its rows as they were.
         output: directory of the parts and of `results.json`, the counts.

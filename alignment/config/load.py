@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import json
 import math
-import os
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import MISSING
@@ -28,6 +27,7 @@ from typing import (
 
 from alignment.config.yaml_source import SourcedYaml, dotted, fill, override, read_yaml, references
 from alignment.errors import UserError, is_hidden, raise_all, spelling_hint, suggest, without_secrets
+from alignment.files import data_folder, packaged_folder
 from alignment.settings import BOUNDS, Key, broken_rules, default_text, deferred_checks, leaves, limit_text
 
 if TYPE_CHECKING:
@@ -325,18 +325,6 @@ def packaged_names(kind: str) -> dict[str, Path]:
     root = packaged_folder("configs")
     files = [path for path in sorted(root.glob("*/*.yaml")) if (path.parent.name == "launch") == (kind == "launch")]
     return {path.relative_to(root).with_suffix("").as_posix(): path for path in files}
-
-
-def packaged_folder(kind: str) -> Path:
-    """Folder of the packaged `configs` or `recipes`: inside the installed package, or next to it in a checkout."""
-    package = Path(__file__).parents[1]
-    installed = package / "_packaged" / kind
-    return installed if installed.is_dir() else package.parent / kind
-
-
-def data_folder() -> Path:
-    """Folder of real data: ALIGNMENT_DATA, or ../shared/data."""
-    return Path(os.environ.get("ALIGNMENT_DATA") or "../shared/data")
 
 
 def config_that_writes(output: str, near: Path | None = None) -> Path | None:

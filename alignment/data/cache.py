@@ -23,7 +23,8 @@ from typing import Any, NamedTuple
 from filelock import FileLock, Timeout
 
 from alignment.data.config import DataConfig, SourceConfig
-from alignment.data.rows.files import hub_source, load_hub, source_files
+from alignment.data.rows.files import hub_source, source_files
+from alignment.data.rows.hub import load_hub
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
 from alignment.files import atomic_directory, cache_directory, hash_of, hashes_below, remove_directory, sha256

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -502,20 +503,34 @@ def test_answers_of_truthfulqa_are_cut_as_its_authors_do(tmp_path):
 # GPT-2's zero-shot tasks
 
 
-CONTEXT = "".join(f"{number} A line of the tale .\n" for number in range(1, 20))
-CLOZE = (  # two questions in the form of the published files
-    f"{CONTEXT}20 `` Is n't it late ? '' said the king -LRB- Tom 's son -RRB- .\n"
-    "21 The XXXXX , who was old , slept .\tqueen\t\tking|queen|cat\n\n"
-    f"{CONTEXT}20 It rained .\n21 `` Come in , '' said the XXXXX .\tcat\t\tking|queen|cat\n\n"
-)
+CLOZE = [  # two questions in the form of the Hub's rows
+    {
+        "sentences": ["A line of the tale ."] * 19 + ["`` Is n't it late ? '' said the king -LRB- Tom 's son -RRB- ."],
+        "question": "The XXXXX , who was old , slept .", "answer": "queen", "options": ["king", "queen", "cat"],
+    },
+    {
+        "sentences": ["A line of the tale ."] * 19 + ["It rained ."],
+        "question": "`` Come in , '' said the XXXXX .", "answer": "cat", "options": ["king", "queen", "cat"],
+    },
+]  # fmt: skip
+
+
+@pytest.fixture
+def write_conversion(tmp_path, monkeypatch):
+    """Writes a split as the Hub's conversion to Parquet has it; what `datasets` keeps of it is of this test."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+    def write(name, rows):
+        (tmp_path / name).mkdir(parents=True)
+        datasets.Dataset.from_list(rows).to_parquet(tmp_path / name / "0000.parquet")
+
+    return write
 
 
 @pytest.mark.parametrize("name", ["cbt_common_nouns", "cbt_named_entities"])
-def test_a_cloze_takes_the_candidate_whose_completed_text_is_likeliest(name, tmp_path):
+def test_a_cloze_takes_the_candidate_whose_completed_text_is_likeliest(name, tmp_path, write_conversion):
     """queen, right, leads in the first question (-7 against -8 and -9), king, wrong, in the second (-2, -5, -3): 1 of 2."""
-    source = tmp_path / "cbt" / f"cbtest_{'CN' if 'common' in name else 'NE'}_valid_2000ex.txt"
-    source.parent.mkdir()
-    source.write_text(CLOZE)
+    write_conversion(f"cam-cst/cbt/{'CN' if 'common' in name else 'NE'}/validation", CLOZE)
     task = read_task(name, tmp_path)
     first, second = task.items
     assert first.prompt == "A line of the tale. " * 19 + "\"Isn't it late?\" said the king (Tom's son). The "
@@ -527,11 +542,14 @@ def test_a_cloze_takes_the_candidate_whose_completed_text_is_likeliest(name, tmp
     assert sum(len(item.right) / len(item.choices) for item in task.items) / 2 == pytest.approx(1 / 3)
 
 
-def test_a_cloze_s_candidates_are_scored_with_the_rest_of_the_sentence(scorer, peer, tmp_path):
-    (tmp_path / "cbt").mkdir()
-    (tmp_path / "cbt/cbtest_CN_valid_2000ex.txt").write_text(
-        "1 The bar opens .\n21 The XXXXX serves tea .\tbar\t\tspa|bar\n"
-    )
+def test_a_cloze_s_candidates_are_scored_with_the_rest_of_the_sentence(scorer, peer, tmp_path, write_conversion):
+    row = {
+        "sentences": ["The bar opens ."],
+        "question": "The XXXXX serves tea .",
+        "answer": "bar",
+        "options": ["spa", "bar"],
+    }
+    write_conversion("cam-cst/cbt/CN/validation", [row])
     [item] = read_task("cbt_common_nouns", tmp_path).items
     found = scorer.likelihoods([(item.prompt, one) for one in item.choices])
     whole = [direct(peer, scorer.context_ids([item.prompt + one])[0], 1)[0] for one in item.choices]
@@ -566,13 +584,18 @@ def test_a_detokenized_text_s_perplexity_is_per_word_of_the_set(make_task):
         make_task([{"text": "a"}], {**settings, "prompt": "{{ text | detokenize('wikitex') }}"})
 
 
-@pytest.mark.parametrize(
-    ("name", "figure"), [("enwik8", "bits_per_byte"), ("text8", "bits_per_byte"), ("ptb", "word_perplexity")]
-)
+def test_sentences_of_the_penn_treebank_are_one_text_as_in_its_file(tmp_path, write_conversion):
+    rows = [{"sentence": "no it was n't black monday"}, {"sentence": "up N %"}]
+    write_conversion("ptb-text-only/ptb_text_only/penn_treebank/test", rows)
+    [item] = read_task("ptb", tmp_path).items
+    assert item.counted == " no it was n't black monday \n up N % \n"
+
+
+@pytest.mark.parametrize(("name", "figure"), [("enwik8", "bits_per_byte"), ("text8", "bits_per_byte")])
 def test_a_whole_file_is_one_text_to_the_byte(name, figure, tmp_path):
     """Blank lines and line ends count: 14 bytes at 7 nats are half a nat each."""
     content = "\n\na b\r\n\n\nc d \n"
-    file = "ptb.test.txt" if name == "ptb" else "test.txt"
+    file = "test.txt"
     (tmp_path / name).mkdir()
     (tmp_path / name / file).write_bytes(content.encode())
     task = read_task(name, tmp_path)

@@ -1,15 +1,18 @@
 """Recipes: every one can be planned; those on real data run, cut short here and whole among the slow tests."""
 
+import gzip
 import json
 import re
 import subprocess
 from pathlib import Path
 
+import datasets
 import pytest
 
 from alignment.config.load import packaged_folder
 from alignment.data.rows.read import prompt_key, read_rows
 from alignment.errors import UserError
+from alignment.loading import find_directory
 from alignment.pipeline.recipe import read_recipe
 from alignment.pipeline.run import plan, run_recipe
 from alignment.pipeline.stages import load_stage_file
@@ -98,11 +101,33 @@ def test_every_recipe_can_be_planned(name, tmp_path):
     assert recipe.name == name and stages
 
 
-@pytest.mark.parametrize("name", REAL)
+@pytest.mark.parametrize("name", [name for name in REAL if name != "hh"])
 def test_without_the_data_every_missing_file_is_named(name, tmp_path, monkeypatch):
     monkeypatch.setenv("ALIGNMENT_DATA", str(tmp_path / "nothing"))
     with pytest.raises(UserError, match="is not there; set ALIGNMENT_DATA to the folder of real data"):
         plan(name, tmp_path)
+
+
+def test_rows_and_tokenizer_of_hh_come_from_the_hub_or_a_copy(tmp_path, monkeypatch):
+    """The copies are laid out as the Hub's repositories; without them, and a network, one line names what is missing."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("ALIGNMENT_DATA", str(tmp_path / "copies"))
+    with pytest.raises(UserError) as caught:
+        run_recipe("hh", tmp_path / "run", only="rows")
+    assert "Anthropic/hh-rlhf:helpful-base[test]" in str(caught.value) and "\n" not in str(caught.value)
+    for config in ("helpful-base", "helpful-online", "helpful-rejection-sampled", "harmless-base"):
+        turns = [f"\n\nHuman: {config} {number}?\n\nAssistant: " for number in range(8)]
+        lines = [json.dumps({"chosen": f"{turn}yes", "rejected": f"{turn}no"}) + "\n" for turn in turns]
+        (tmp_path / "copies/Anthropic/hh-rlhf" / config).mkdir(parents=True)
+        (tmp_path / "copies/Anthropic/hh-rlhf" / config / "test.jsonl.gz").write_bytes(
+            gzip.compress("".join(lines).encode())
+        )
+    run_recipe("hh", tmp_path / "run", only="rows")
+    counts = json.loads((tmp_path / "run/rows/results.json").read_text())["rows"]
+    assert sum(counts.values()) == 32 and min(counts.values()) > 0
+    (tmp_path / "copies/openai-community/gpt2").mkdir(parents=True)
+    assert find_directory("openai-community/gpt2") == tmp_path / "copies/openai-community/gpt2"
 
 
 @pytest.mark.real_data

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from alignment.data.rows.fields import HALF_PAIR
+from alignment.data.rows.hub import HubName, hub_label, hub_text, load_hub
 from alignment.errors import UserError
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".csv", ".csv.gz", ".parquet", ".txt", ".txt.gz")
@@ -32,8 +33,6 @@ SPLIT_WORDS = (  # in names of files, as `datasets` reads them; those of one lin
 SHARD = re.compile(r"(?P<split>.+)-\d{5}-of-\d{5}.*")
 # owner/name, owner/name[split], owner/name:config[split]
 HUB_SOURCE = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*(/[\w.-]+)?)(:(?P<config>[^\[\]:/]+))?(\[(?P<split>.+)\])?")
-
-HubName = tuple[str, str | None, str]  # name, config (None: the only one) and split of a Hub data set
 
 
 def find_rows(source: str, split: str) -> list[Path] | HubName:
@@ -120,20 +119,6 @@ def hub_source(source: str, split: str) -> HubName | None:
     return found["name"], found["config"], found["split"] or split
 
 
-def load_hub(name: str, config: str | None, split: str, *, streaming: bool = False) -> Any:
-    """A split of a Hub data set, as `datasets` loads it; streaming: as rows that are fetched one after another."""
-    from datasets import load_dataset
-
-    try:
-        options = {"streaming": True} if streaming else {}
-        return load_dataset(*filter(None, (name, config)), split=split, **options)
-    except Exception as error:  # the library raises a dozen unrelated types
-        raise UserError(
-            f"{name}: no such file, and the Hub gave no data set of that name with split '{split}' "
-            f"({type(error).__name__}: {error}); a local file needs its suffix ({', '.join(SUFFIXES)})"
-        ) from error
-
-
 Position = Any  # JSON-like, of the reader that gave it; None is the beginning
 
 PARQUET_ROWS = 1024  # that are in memory
@@ -154,17 +139,23 @@ class RawRow:
     end: Position = None  # position behind the row
 
 
-def read_raw(source: str, split: str = "train") -> Iterator[RawRow]:
-    """The rows of a file, directory or glob, or of a Hub data set (`owner/name:config[split]`); `split`: where none is named."""
+def read_raw(source: str, split: str = "train", copies: Path | None = None) -> Iterator[RawRow]:
+    """The rows of a file, directory or glob, or of a Hub data set (`owner/name:config[split]`).
+
+    `split`: where none is named. `copies`: a folder that may have a copy of the data set.
+    """
     found = find_rows(source, split)
     if isinstance(found, tuple):
-        return _hub_rows(*found)
+        return _hub_rows(*found, copies=copies)
     return chain.from_iterable(READERS[_format_of(path)](path) for path in found)
 
 
-def read_whole(source: str) -> list[RawRow]:
-    """Each file of a source as one row: its whole `text`, to the byte."""
+def read_whole(source: str, copies: Path | None = None) -> list[RawRow]:
+    """Each file of a source as one row: its whole `text`, to the byte. A Hub data set of lines is one file."""
     files = source_files(source)
+    named = hub_source(source, "train") if files is None else None
+    if named is not None and (text := hub_text(*named, copies=copies)) is not None:
+        return [RawRow(hub_label(*named), {"text": text})]
     if files is None:
         raise UserError(f"{source}: no such file")
     return [RawRow(str(path), {"text": _whole_text(path)}) for path in files]
@@ -187,7 +178,7 @@ def open_sources(source: str, split: str) -> list[OpenSource]:
     """The files of a source in order of their names, or the Hub data set that it names, unless one cannot be read in rows."""
     found = find_rows(source, split)
     if isinstance(found, tuple):
-        name = _hub_label(*found)
+        name = hub_label(*found)
         return [OpenSource(name, [name], lambda position: _hub_rows(*found, position, streaming=True))]
     for path in found:
         if _format_of(path) == ".json":
@@ -438,15 +429,18 @@ READERS: dict[str, Callable[..., Iterator[RawRow]]] = {  # path and position -> 
 }
 
 
-def _hub_label(name: str, config: str | None, split: str) -> str:
-    return f"{name if config is None else f'{name}:{config}'}[{split}]"
-
-
 def _hub_rows(
-    name: str, config: str | None, split: str, position: Position = None, *, streaming: bool = False
+    name: str,
+    config: str | None,
+    split: str,
+    position: Position = None,
+    *,
+    streaming: bool = False,
+    copies: Path | None = None,
 ) -> Iterator[RawRow]:
     """The rows of a Hub data set; streaming: as they arrive, with positions."""
-    label, dataset = _hub_label(name, config, split), load_hub(name, config, split, streaming=streaming)
+    label = hub_label(name, config, split)
+    dataset = load_hub(name, config, split, streaming=streaming, copies=copies)
     before, state = position or (0, None)
     if state is not None:
         dataset.load_state_dict(state)

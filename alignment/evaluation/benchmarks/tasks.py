@@ -1,4 +1,4 @@
-"""Benchmark tasks: YAML files that say how rows of local data sets become prompts, choices and references.
+"""Benchmark tasks: YAML files that say how rows of data sets become prompts, choices and references.
 
 Texts are Jinja templates over a row's columns, values are Jinja expressions; `row` is the row itself, for columns whose
 names are no identifiers. Both run in jinja2's sandbox, and a column that is not there is an error. Rows are read before a
@@ -72,7 +72,8 @@ class Benchmark(Settings):
         kind: multiple_choice (the choice with the highest log-probability), pairs (which of two texts is likelier), last_word
             (log-probability of a continuation), rolling (perplexity of texts), answers (generated, then compared), toxicity
             (of several sampled continuations).
-        source: file of rows, or several, relative to the data folder.
+        source: file of rows, relative to the data folder, or a data set of the Hub, `owner/name:config[split]`, whose
+            copy in that folder is taken where there is one; or several of them.
         prompt: template of the context that the choices follow; of `rolling` the text itself.
         columns: name -> expression; further columns, each of which the next ones may use.
         description: template in front of the examples and the prompt.
@@ -82,7 +83,7 @@ class Benchmark(Settings):
         solution: template of an example's whole answer; null: its right choice, or its first accepted answer.
         delimiter: text between a prompt and what follows it.
         few_shot: solved examples in front of every prompt, the first rows; a row is never an example of its own.
-        examples: file of the examples; null: the task's own rows.
+        examples: source of the examples; null: the task's own rows.
         alike: expression; the examples of a row have the same value, such as `subject`; null: any rows.
         subsets: expressions, such as `category`: figures are given for each of their values too.
         cluster: expression; rows with the same value are not independent of each other, which widens the intervals.
@@ -208,7 +209,7 @@ def read_task(name: str, data: Path, *, max_rows: int | None = None, shots: int 
 def _items(settings: Benchmark, data: Path, sources: Sequence[str], path: Path) -> list[Item]:
     """The rows of some files; each fault is named once, with the first row that has it."""
     items, faults = list[Item](), defaultdict[str, list[str]](list)
-    for location, row in _rows([data / source for source in sources], settings):
+    for location, row in _rows(sources, data, settings):
         try:
             columns = {**row, "row": row}
             for key, text in settings.columns.items():
@@ -225,13 +226,15 @@ def _items(settings: Benchmark, data: Path, sources: Sequence[str], path: Path) 
     return items
 
 
-def _rows(paths: Sequence[Path], settings: Benchmark) -> list[tuple[str, dict[str, object]]]:
+def _rows(sources: Sequence[str], data: Path, settings: Benchmark) -> list[tuple[str, dict[str, object]]]:
     """Location and columns of each row; up to the next one that matches `document_start` they are put together."""
     starts = settings.document_start
     begins, found = compile_pattern(starts or ""), list[tuple[str, dict[str, object]]]()
-    for path in paths:
-        in_text = starts is not None and path.name.removesuffix(".gz").endswith(".txt")
-        rows = list((read_whole if settings.whole_files or in_text else read_raw)(str(path.resolve())))
+    for source in sources:
+        on_hub = source.endswith("]") and not (data / source).exists()
+        in_text = starts is not None and (on_hub or source.removesuffix(".gz").endswith(".txt"))
+        read = read_whole if settings.whole_files or in_text else read_raw
+        rows = list(read(source if on_hub else str((data / source).resolve()), copies=data))
         rows = [part for row in rows for part in _documents(row, begins.search)] if in_text else rows
         raise_all(f"{row.location}: {row.reason}" for row in rows if row.values is None)
         raise_all(
