@@ -35,7 +35,8 @@ export ALIGNMENT_STOPPED=$folder/stopped PET_SIGNALS_TO_HANDLE=SIGINT,SIGHUP,SIG
 # well. What a launcher raises is still shown, and rank.sh gives the processes the user's level.
 export LOGLEVEL=CRITICAL ALIGNMENT_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-WARNING} TORCH_CPP_LOG_LEVEL=ERROR
 # Each node's own SLURM_NODEID is read there, so the inner shell expands it.
-export ALIGNMENT_FILE=$file ALIGNMENT_RANK=$rank ALIGNMENT_HEAD=$head ALIGNMENT_PORT=${PORT:-29500} ALIGNMENT_PROCESSES=$((SLURM_NNODES * gpus))
+export ALIGNMENT_FILE=$file ALIGNMENT_RANK=$rank
+export ALIGNMENT_HEAD=$head ALIGNMENT_PORT=${PORT:-29500} ALIGNMENT_PROCESSES=$((SLURM_NNODES * gpus))
 code=0
 srun --kill-on-bad-exit=1 bash -c 'trap "" TERM; exec python -m accelerate.commands.launch \
   --config_file "$ALIGNMENT_FILE" --num_machines "$SLURM_NNODES" --num_processes "$ALIGNMENT_PROCESSES" \

@@ -71,8 +71,8 @@ printf 'first\\nsecond\\n'"""
 def test_a_job_is_requeued_where_the_run_was_stopped_and_still_runs(tmp_path, code, state, scontrol, ends, said):
     # The launcher starts rank.sh with the arguments after --no_python, and stands for rank 0.
     python = f"""case "$2" in accelerate*) ;; alignment) exit {code} ;; *) exec {sys.executable} "$@" ;; esac
-while [ "$1" != --no_python ]; do shift; done
-shift; RANK=0 exec "$@" """
+while [ $# != 0 ] && [ "$1" != --no_python ]; do shift; done
+shift && RANK=0 exec "$@" """
     environment = programs(
         tmp_path, srun='shift; SLURM_NODEID=0 "$@"', scontrol=scontrol, python=python, squeue=f"echo {state}"
     )
