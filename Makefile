@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: setup quickstart bases test test-slow test-gpu docs lint format bench bench-model bench-generation house parity learn two-processes witness schemas pages clean
+.PHONY: setup quickstart bases real-servers test test-slow test-gpu docs lint format bench bench-model bench-generation house parity learn two-processes witness schemas pages clean
 
 setup: $(VENV)/ready-for-tests
 
@@ -16,6 +16,10 @@ quickstart: $(VENV)/ready
 BASES ?= smollm2
 bases: setup
 	$(BIN)/python scripts/bases.py $(BASES)
+
+# The stages that sample beside vLLM for CPUs, in an environment of its own, build/vllm.
+real-servers: bases
+	$(BIN)/python scripts/real_servers.py $(ARGS)
 
 # Two workers of one thread each: torch's own threads would only fight over two cores.
 test: setup
