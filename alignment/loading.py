@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Iterable, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +52,19 @@ def find_directory(source: str, revision: str | None = None) -> Path:
         raise UserError(f"{source}: {missing_directory(path)}")
     if revision is None and (copy := copied_model(source)) is not None:
         return copy
-    from huggingface_hub import snapshot_download
-
     try:
-        return Path(snapshot_download(source, revision=revision, allow_patterns=MODEL_FILES))
+        return _download(source, revision)
     except Exception as error:
         why = f"({type(error).__name__}): {_hub_refusal(error)}"
         raise UserError(f"{source}: no such directory, and the Hub did not give it {why}") from error
+
+
+@cache
+def _download(source: str, revision: str | None) -> Path:
+    """Once a process: without a network huggingface_hub tries for 20 s each time before it looks into its cache."""
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(source, revision=revision, allow_patterns=MODEL_FILES))
 
 
 def missing_directory(path: Path) -> str:

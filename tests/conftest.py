@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,13 @@ def cache_of_prepared_rows(tmp_path_factory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ALIGNMENT_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture(autouse=True)
+def no_download_of_another_test() -> None:
+    """A model of the Hub is fetched once a process, here once a test."""
+    if loading := sys.modules.get("alignment.loading"):
+        loading._download.cache_clear()
 
 
 @pytest.fixture

@@ -42,7 +42,7 @@ def hub(tmp_path, monkeypatch) -> None:
         (repository / "snapshots" / ("0" * 40) / file.name).symlink_to(f"../../blobs/{file.name}")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.chdir(tmp_path)
 
 

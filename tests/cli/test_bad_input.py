@@ -139,7 +139,7 @@ def test_data_check_advises_its_own_flags(tmp_path, capsys):
     (tmp_path / "rows.jsonl").write_text('{"question": "a"}\n')
     arguments = ["data", "check", str(tmp_path / "rows.jsonl"), "--kind", "prompts"]
     assert main(arguments) == 2
-    assert "Name the file's columns with --columns OURS=THEIRS" in capsys.readouterr().err
+    assert "Name the file's columns with --columns prompt=question" in capsys.readouterr().err
     assert main([*arguments, "--columns", "prompt=question"]) == 0
 
 

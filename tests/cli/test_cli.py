@@ -208,11 +208,11 @@ def test_more_gpus_than_there_are_is_code_2(stage, monkeypatch, capsys):
 @pytest.fixture
 def installed(monkeypatch, tmp_path) -> Path:
     """The folder of packaged configs of an installed wheel, in a working directory without any."""
-    from alignment.config import load as config
+    from alignment import files
 
     package = tmp_path / "site-packages" / "alignment"
     shutil.copytree(ROOT / "configs", package / "_packaged" / "configs")
-    monkeypatch.setattr(config, "__file__", str(package / "config" / "load.py"))
+    monkeypatch.setattr(files, "__file__", str(package / "files.py"))
     monkeypatch.chdir(tmp_path)
     return package / "_packaged" / "configs"
 
