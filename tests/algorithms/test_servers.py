@@ -1,11 +1,15 @@
 """Samples from servers: the same run as with our own engine, and every fault of a server ends in one message.
 
-The stand-in speaks vLLM's protocol and refuses what is out of turn. It decodes by our engine with the weights that it was
-given, and draws as this process would for the same seed and number.
+The stand-in answers what vLLM did, see scripts/vllm_answers.py, and refuses what is out of turn. It decodes by our engine
+with the weights that it was given, and draws as this process would for the same seed and number.
 """
 
+import copy
 import dataclasses
 import json
+import re
+import shutil
+import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -23,11 +27,21 @@ from alignment.generation import SamplingConfig, decode_responses
 from alignment.loading import load_model
 from alignment.training import TrainingConfig
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+import vllm_answers
+
+ANSWERS = vllm_answers.read_recorded()["answers"]
 SAMPLED = ("score", "kl", "response_tokens", "ended_share", "policy_loss", "value_loss", "approx_kl")
 
 
+def recorded(name: str, *, adapter: str = "one", **changes: object) -> tuple[int, str | None, object]:
+    """Status, content type and a copy of a recorded answer, with some of its keys changed, or its adapter's name."""
+    status, kind, answer = (copy.deepcopy(ANSWERS[name][key]) for key in ("status", "type", "answer"))
+    return status, kind, answer.replace("'one'", f"'{adapter}'") if isinstance(answer, str) else answer | changes
+
+
 class StandIn(ThreadingHTTPServer):
-    """A server of `vllm serve`: its weights, its version, and what it was asked; it answers as vLLM 0.32 did."""
+    """A server of `vllm serve`: its weights, its version, and what it was asked; it answers as vLLM did."""
 
     daemon_threads = True
 
@@ -44,58 +58,73 @@ class StandIn(ThreadingHTTPServer):
             self.models = {"base": load_model(self.base)}
             self.version, self.state, self.cached = "default", "started", False
 
-    def answer(self, method: str, path: str, body: dict | None) -> tuple[int, object]:
+    def answer(self, method: str, path: str, body: dict | None) -> tuple[int, str | None, object]:
         path = path.partition("?")[0]
         self.calls.append(path)
         if (fault := self.faults.get(path)) and (found := fault(self)) is not None:
-            return found
+            return found if len(found) == 3 else (found[0], "application/json", found[1])
         with self.lock:
-            return getattr(self, f"{method}_{path.strip('/').replace('/', '_')}")(body)
+            if self.state == "failed":
+                return recorded("response after a reload that failed")
+            known = getattr(self, f"{method}_{path.strip('/').replace('/', '_')}", None)
+            return known(body) if known else recorded("unknown route")
 
     def GET_health(self, body):
-        return 200, ""
+        return recorded("health")
 
     def GET_weight_info(self, body):
-        return 200, {"weight_version": self.version}
+        return recorded("version of the weights", weight_version=self.version)
 
     def GET_v1_models(self, body):
-        return 200, {"data": [{"id": name} for name in self.models]}
+        base, adapter = recorded("models with an adapter")[2]["data"]
+        rest = [adapter | {"id": name} for name in self.models if name != "base"]
+        return recorded("models", data=[base, *rest])
 
     def POST_pause(self, body):
         self.state = "paused"
-        return 200, {"status": "paused"}
+        return recorded("pause")
 
     def POST_resume(self, body):
         self.state = "resumed"
-        return 200, {"status": "resumed"}
+        return recorded("resume")
 
     def POST_collective_rpc(self, body):
         folder = Path(body["kwargs"]["weights_path"])
-        if self.state != "paused" or body["method"] != "reload_weights" or not list(folder.glob("*.safetensors")):
-            return 500, {"error": {"message": "Call to collective_rpc method failed"}}
+        if body["method"] != "reload_weights" or not list(folder.glob("*.safetensors")):
+            self.state = "failed"
+            return recorded("reload of a folder that is not there")
+        assert self.state == "paused"
         self.models["base"], self.cached = load_model(str(folder)), True
-        return 200, {"results": [None]}
+        return recorded("reload")
 
     def POST_update_weight_version(self, body):
         self.version = body["new_version"]
-        return 200, {"success": True, "new_version": self.version}
+        return recorded("new version", new_version=self.version)
 
     def POST_reset_prefix_cache(self, body):
         self.cached = False
-        return 200, {"success": True}
+        return recorded("prefix cache")
 
     def POST_v1_load_lora_adapter(self, body):
-        if body["lora_name"] in self.models:
-            return 400, {"error": {"message": f"The lora adapter '{body['lora_name']}' has already been loaded."}}
-        self.models[body["lora_name"]] = load_model(body["lora_path"])
-        return 200, f"Success: LoRA adapter '{body['lora_name']}' added successfully."
+        name, folder = body["lora_name"], Path(body["lora_path"])
+        if name in self.models:
+            return recorded("adapter there already")
+        if not (folder / "adapter_config.json").exists():
+            return recorded("adapter not in the folder")
+        self.models[name] = load_model(str(folder))
+        return recorded("adapter", adapter=name)
 
     def POST_v1_unload_lora_adapter(self, body):
-        del self.models[body["lora_name"]]
-        return 200, f"Success: LoRA adapter '{body['lora_name']}' removed successfully."
+        if self.models.pop(body["lora_name"], None) is None:
+            return recorded("adapter not there")
+        return recorded("adapter taken away", adapter=body["lora_name"])
 
     def POST_inference_v1_generate(self, body):
-        params, model = body["sampling_params"], self.models[body.get("model", "base")]
+        params, model = body["sampling_params"], self.models.get(body.get("model", "base"))
+        if model is None:
+            return recorded("unknown model")
+        if len(body["token_ids"]) >= vllm_answers.LONGEST:
+            return recorded("prompt too long")
         assert self.state != "paused" and not self.cached
         assert params["ignore_eos"] and params["stop_token_ids"] and params["top_k"] == -1
         sampling = SamplingConfig(params["max_tokens"], params["temperature"], seed=params["seed"] >> 32)
@@ -103,13 +132,17 @@ class StandIn(ThreadingHTTPServer):
             model, [body["token_ids"]], sampling, params["stop_token_ids"], rows=[params["seed"] % 2**32],
             vocabulary=min(map(int, params.get("logit_bias", ())), default=None),
         )  # fmt: skip
-        content = [{"token_id": t, "logprob": p} for t, p in zip(drawn.token_ids[0], drawn.log_probs[0], strict=True)]
-        choice = {
-            "index": 0, "token_ids": drawn.token_ids[0], "logprobs": {"content": content},
-            "finish_reason": "stop" if drawn.ended[0] else "length",
-            "weight_versions": [{"version": self.version, "start": 0, "end": len(content)}],
+        [choice] = recorded("response")[2]["choices"]
+        tokens, log_probs = drawn.token_ids[0], drawn.log_probs[0]
+        [content, *_] = choice["logprobs"]["content"]
+        choice |= {
+            "token_ids": tokens, "finish_reason": "stop" if drawn.ended[0] else "length",
+            "logprobs": {
+                "content": [content | {"token_id": t, "logprob": p} for t, p in zip(tokens, log_probs, strict=True)]
+            },
+            "weight_versions": [{"version": self.version, "start": 0, "end": len(tokens)}],
         }  # fmt: skip
-        return 200, {"request_id": "1", "choices": [choice]}
+        return recorded("response", choices=[choice])
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -120,10 +153,12 @@ class Handler(BaseHTTPRequestHandler):
         self.reply("POST", json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
 
     def reply(self, method, body):
-        status, found = self.server.answer(method, self.path, body)
+        status, kind, found = self.server.answer(method, self.path, body)
         text = (found if isinstance(found, str) else json.dumps(found)).encode()
         try:
             self.send_response(status)
+            if kind:
+                self.send_header("Content-Type", kind)
             self.end_headers()
             self.wfile.write(text)
         except OSError:  # the trainer has hung up, as after a time-out
@@ -185,6 +220,55 @@ def test_a_run_is_that_of_our_own_engine(ppo, start, read_metrics, tmp_path, ada
     assert counts["/inference/v1/generate"] == 3 * 8
     assert counts["/v1/load_lora_adapter" if adapter else "/collective_rpc"] == 3 - behind
     assert len(list((tmp_path / "weights").iterdir())) == 1  # the folders of earlier weights are gone
+
+
+def test_the_stand_in_answers_as_vllm_did(start, tmp_path):
+    with standing_in(start["policy"]) as server:
+        answers = vllm_answers.ask(server.url, Path(start["policy"]), tmp_path)
+    assert vllm_answers.differences(ANSWERS, answers) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("pause", {"status": 503}, "pause .*: status 200 is now 503"),
+        ("adapter", {"type": "application/json", "answer": {}}, "text is now an object"),
+        ("version of the weights", {"answer": {"weight_version": None}}, "weight_version: text is now null"),
+        ("new version", {"answer": {"success": True}}, "answer.new_version is no longer there"),
+        ("resume", {"answer": {"status": "resumed", "now": 1}}, "answer.now is new"),
+        ("models", {"answer": ANSWERS["models"]["answer"] | {"data": [{}]}}, r"data\[0\].id is no longer there"),
+    ],
+)
+def test_a_changed_answer_of_another_vllm_is_told(name, change, said):
+    changed = ANSWERS | {name: ANSWERS[name] | change}
+    assert re.search(said, "\n".join(vllm_answers.differences(ANSWERS, changed)))
+    others = ANSWERS | {
+        "health": ANSWERS["health"] | {"request": "elsewhere"},
+        "pause": copy.deepcopy(ANSWERS["pause"]),
+    }
+    assert vllm_answers.differences(ANSWERS, others) == []
+
+
+def test_a_lora_over_whole_weights_of_another_run_is_refused(ppo, start, tmp_path):
+    """[F] Its log-probabilities would be of the other run's base."""
+    with standing_in(start["policy"]) as server:
+        server.version = "of another run"
+        run, config = ppo("served", adapter=LoRASpec(rank=4), servers=servers_of(server, tmp_path))
+        with pytest.raises(UserError, match=r"of another run where default are due.* started anew for a LoRA"):
+            run(config)
+
+
+@pytest.mark.parametrize("adapter", [None, LoRASpec(rank=4)], ids=["whole", "lora"])
+def test_a_server_that_does_not_see_the_weights_is_told_so(ppo, start, tmp_path, adapter):
+    def unseen(server):
+        shutil.rmtree(tmp_path / "weights")
+
+    with standing_in(start["policy"]) as server:
+        server.faults["/v1/load_lora_adapter" if adapter else "/collective_rpc"] = unseen
+        run, config = ppo("served", adapter=adapter, servers=servers_of(server, tmp_path))
+        with pytest.raises(UserError, match=r"status (404|500) .*; it must see servers.weights_folder") as refused:
+            run(config)
+    assert "enable-scale-out" not in str(refused.value)
 
 
 def test_a_server_draws_no_id_without_a_token(write_checkpoint, tokenizer, ppo, start, read_metrics, tmp_path):

@@ -32,6 +32,9 @@ WITHOUT_ROUTE = (
     "start vllm with --enable-scale-out, and with VLLM_SERVER_DEV_MODE=1, or for a LoRA with --enable-lora and "
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True; "
 )
+UNREAD = "it must see servers.weights_folder under the same path, and is to be started anew after a failed reload; "
+READERS = ("collective_rpc", "v1/load_lora_adapter")
+UNCHANGED = "default"  # version of the weights that a server started with, which an adapter is trained over
 Drawn = tuple[list[int], list[float], bool]  # tokens of a response, their log-probabilities, and True where it ended
 
 
@@ -127,15 +130,16 @@ class ServerSampler:
                 f"servers: {url} ended a response by {choice['finish_reason']!r}, with {len(tokens)} tokens and "
                 f"{len(log_probs)} log-probabilities"
             )
-        if self.policy.adapter is None:
-            self._check_versions(url, versions)
+        self._check_versions(url, versions)
         return tokens, log_probs, choice["finish_reason"] == "stop"
 
     def _check_versions(self, url: str, found: set[str]) -> None:
-        if found - {self._version}:
+        due = self._version if self.policy.adapter is None else UNCHANGED
+        if found - {due}:
             raise UserError(
-                f"servers: {url} has the weights {', '.join(map(str, found))} where {self._version} are due: another run "
-                "updates it too, or it was started anew; give each run servers of its own, and start this one again"
+                f"servers: {url} has the weights {', '.join(map(str, found))} where {due} are due: another run "
+                "updates it too or has before, or it was started anew; give each run servers of its own, started anew for a "
+                "LoRA, and start this one again"
             )
 
     def _call(self, url: str, path: str, body: Mapping[str, object] | None = None) -> Any:
@@ -145,7 +149,9 @@ class ServerSampler:
         try:
             return send_json(service, None if body is None else json.dumps(body).encode(), text_too=True)
         except RequestFailed as error:
-            advice = WITHOUT_ROUTE if str(error) == "status 404" else ""
+            advice = UNREAD if path in READERS else ""
+            if str(error) == "status 404" and '"error"' not in error.answer:  # of a route; a refusal has that key
+                advice = WITHOUT_ROUTE
             raise UserError(
                 f"servers: {service.url}: {error}{error.answer and f' ({error.answer})'}; {advice}the run goes on from its "
                 "newest checkpoint when the server answers and the same command is given again"
