@@ -191,7 +191,8 @@ def difference(folder: Path, output: Path, port: int) -> float:
     from alignment import load_model, load_tokenizer
     from alignment.losses import token_log_probs
 
-    [version] = (folder / "weights" / output.name).iterdir()
+    # A run that was stopped has left its weights there.
+    version = max((folder / "weights" / output.name).iterdir(), key=lambda path: path.stat().st_mtime)
     model, tokenizer = load_model(str(version / "model"), dtype="float32"), load_tokenizer(str(folder / "base"))
     chosen = {"model": version.name} if (version / "model" / "adapter_config.json").exists() else {}
     largest = 0.0
