@@ -37,7 +37,7 @@ def plan_config(
         gpu_memory: of one GPU, 10^9 bytes; None: that of the GPU here, if there is one.
         tflops: the device's peak rate; None: from a table, or measured.
     """
-    file = Path() if is_setting(source) else find_packaged(source, "configs")
+    file = Path() if stage and is_setting(source) else find_packaged(source, "configs")
     stage = (stage or stage_of(source, file)).replace("-", "_")
     if stage not in PLANNED:
         raise UserError(f"--stage {stage}: give one of {', '.join(PLANNED)}")
