@@ -6,7 +6,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from alignment.config.load import find_packaged, is_setting, load_config
+from alignment.config.load import find_packaged, load_config
 from alignment.config.yaml_source import read_yaml
 from alignment.errors import UserError, without_secrets
 from alignment.pipeline.stages import find_stage
@@ -37,7 +37,7 @@ def plan_config(
         gpu_memory: of one GPU, 10^9 bytes; None: that of the GPU here, if there is one.
         tflops: the device's peak rate; None: from a table, or measured.
     """
-    file = Path() if stage and is_setting(source) else find_packaged(source, "configs")
+    file = find_packaged(source, "configs")
     stage = (stage or stage_of(source, file)).replace("-", "_")
     if stage not in PLANNED:
         raise UserError(f"--stage {stage}: give one of {', '.join(PLANNED)}")

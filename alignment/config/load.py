@@ -283,12 +283,12 @@ def load_config(cls: type[T], source: str, overrides: Sequence[str] = (), check:
     `${configs}` in it is the folder of packaged configs, `${data}` that of real data.
 
     Args:
-        source: path of a YAML file, or a packaged name such as `sft/tiny`; a path wins. Where it is of the form key=value,
-            it is the first of the overrides, which then give the whole config.
+        source: path of a YAML file, or a packaged name such as `sft/tiny`; a path wins. Of the form key=value it
+            is the first of the overrides, which then give the whole config.
         overrides: `dotted.key=value`, each value read as YAML.
         check: see `build`.
     """
-    if is_setting(source):
+    if "=" in source and not Path(source).is_file():
         code_folders[:] = [Path()]
         document = override(SourcedYaml({}), [source, *overrides])
     else:
@@ -302,11 +302,6 @@ def load_config(cls: type[T], source: str, overrides: Sequence[str] = (), check:
 
 
 # Packaged files
-
-
-def is_setting(source: str) -> bool:
-    """True for key=value in the place of a config."""
-    return "=" in source and not Path(source).is_file()
 
 
 def find_packaged(name: str, kind: str) -> Path:

@@ -66,7 +66,7 @@ class BenchmarksConfig(Settings):
 
     RULES = (
         Rule("output", lambda c: not c.output, "is missing; name the directory of the results"),
-        Rule("models", lambda c: bool(c.models) == bool(c.model), "name at least one model, or the only one as `model`"),
+        Rule("models", lambda c: bool(c.models) == bool(c.model), "name at least one, or the only one as `model`"),
         Rule("tasks", lambda c: not c.tasks and not c.lm_eval, "is empty, and so is lm_eval; name a task, such as lambada"),
         Rule("tasks", lambda c: len({Path(task).stem for task in c.tasks}) < len(c.tasks), "has a name twice"),
         Rule("baseline", lambda c: c.baseline is not None and c.baseline not in c.models,
