@@ -49,7 +49,7 @@ ConfigName = Annotated[
     str,
     typer.Argument(
         metavar="CONFIG",
-        help="A YAML file, or a packaged name such as sft/tiny.",
+        help="A YAML file, or a packaged name such as sft/tiny; none where key=value gives all that is needed.",
         autocompletion=completion_of("configs"),
     ),
 ]

@@ -1,6 +1,5 @@
 """Stages of recipes that make rows of other rows: splits, pairs of labeled texts, continuations of running text."""
 
-import gzip
 import json
 import re
 from collections.abc import Mapping
@@ -10,7 +9,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, Literal
 
-from alignment.data.rows.files import read_raw
+from alignment.data.rows.files import read_raw, read_whole
 from alignment.data.rows.formats import ASSISTANT_TURN
 from alignment.data.rows.read import prompt_key, read_rows, record_key
 from alignment.data.rows.records import Kind, Record
@@ -27,8 +26,8 @@ class SplitConfig(Settings):
     """Rows split into several files by a hash, so that the same prompt always goes to the same file.
 
     Attributes:
-        source: files of rows, or data sets of the Hub, `owner/name:config[split]`; running text (.txt, .txt.gz) is split into
-            documents first.
+        source: files of rows, or data sets of the Hub, `owner/name:config[split]`; running text (.txt, .txt.gz, and with
+            `starts` a data set of lines) is split into documents first.
         kind: of the rows; a row of another kind is an error, or skipped and counted.
         parts: name -> share of the rows. Each part becomes `output/NAME.jsonl`, its rows as they were.
         output: directory of the parts and of `results.json`, the counts.
@@ -66,8 +65,8 @@ def split(config: SplitConfig) -> Path:
     sources = [config.source] if isinstance(config.source, str) else config.source
     parts: dict[str, list[Any]] = {name: [] for name in config.parts}
     for source in sources:
-        if source.endswith(TEXT_SUFFIXES):
-            documents = read_documents(Path(source), config.starts)
+        if config.starts or source.endswith(TEXT_SUFFIXES):
+            documents = read_documents(source, config.starts)
             rows, counts = [(text, {"text": text}) for text in documents], [f"{len(documents)} documents"]
         else:
             rows, counts = _rows(source, config)
@@ -90,13 +89,9 @@ def part_of(key: str, parts: dict[str, float]) -> str:
     return list(parts)[-1]  # the shares add up to 1 but for rounding
 
 
-def read_documents(path: Path, starts: list[str]) -> list[str]:
+def read_documents(source: str, starts: list[str]) -> list[str]:
     """Documents of running text: paragraphs between blank lines; one that begins as `starts` says begins a document."""
-    try:
-        with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
-            text = file.read().decode("utf-8")
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read as UTF-8 text: {error}") from error
+    text = "\n\n".join(file.values["text"] for file in read_whole(source) if file.values)
     documents: list[str] = []
     for paragraph in filter(None, map(str.strip, text.split("\n\n"))):
         if not documents or not starts or paragraph.startswith(tuple(starts)):

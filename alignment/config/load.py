@@ -283,13 +283,18 @@ def load_config(cls: type[T], source: str, overrides: Sequence[str] = (), check:
     `${configs}` in it is the folder of packaged configs, `${data}` that of real data.
 
     Args:
-        source: path of a YAML file, or a packaged name such as `sft/tiny`; a path wins.
+        source: path of a YAML file, or a packaged name such as `sft/tiny`; a path wins. Of the form key=value it
+            is the first of the overrides, which then give the whole config.
         overrides: `dotted.key=value`, each value read as YAML.
         check: see `build`.
     """
-    path = find_packaged(source, "configs")
-    code_folders[:] = [path.parent]
-    document = override(read_yaml(path), overrides)
+    if "=" in source and not Path(source).is_file():
+        code_folders[:] = [Path()]
+        document = override(SourcedYaml({}), [source, *overrides])
+    else:
+        path = find_packaged(source, "configs")
+        code_folders[:] = [path.parent]
+        document = override(read_yaml(path), overrides)
     names = {"configs": str(packaged_folder("configs")), "data": str(data_folder())}
     unknown = sorted(references(document.values) - set(names))
     raise_all(f"{source}: ${{{name}}} is not defined outside a recipe; {suggest(name, names)}" for name in unknown)

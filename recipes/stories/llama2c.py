@@ -14,8 +14,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from alignment.data.rows.hub import copied_model, hub_answers
 from alignment.errors import UserError, raise_all
-from alignment.files import exported_directory, write_json
+from alignment.files import data_folder, exported_directory, write_json
 
 SPECIAL = ("<unk>", "<s>", "</s>")  # ids 0, 1, 2, as in every Llama vocabulary
 FIRST_BYTE = len(SPECIAL)  # then one token for each byte
@@ -145,7 +146,7 @@ class ImportConfig:
     """Settings of an import; the result lies in `output/model`.
 
     Attributes:
-        checkpoint: llama2.c's file of weights.
+        checkpoint: llama2.c's file of weights; as of the tokenizer a path, or `owner/name/path` of the Hub.
         tokenizer: its file of tokens.
         output: the stage's directory.
     """
@@ -155,12 +156,33 @@ class ImportConfig:
     output: str
 
 
+def find_file(name: str) -> Path:
+    """A file at a path, or one of a model's repository, of which a copy below the folder of ALIGNMENT_DATA comes first."""
+    path = Path(name)
+    if path.is_file():
+        return path
+    copy = copied_model(str(path.parent))
+    if copy is not None and (copy / path.name).is_file():
+        return copy / path.name
+    if path.is_absolute() or len(path.parts) < 3:
+        raise UserError(f"{name}: no such file")
+    repository, file = "/".join(path.parts[:2]), "/".join(path.parts[2:])
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(repository, file, local_files_only=not hub_answers()))
+    except Exception as error:  # the library raises a dozen unrelated types
+        raise UserError(
+            f"{name}: no such file, and the Hub gave no {file} of {repository} ({type(error).__name__}); with a network it "
+            f"is fetched by itself, without one put a copy (hf download {repository} {file}) into {data_folder() / repository}, "
+            f"where ALIGNMENT_DATA names {data_folder()}"
+        ) from error
+
+
 def run_import(config: ImportConfig) -> Path:
     """Write `output/model` and return it."""
-    for name in (config.checkpoint, config.tokenizer):
-        if not Path(name).is_file():
-            raise UserError(f"{name}: no such file")
+    checkpoint, tokenizer = map(find_file, (config.checkpoint, config.tokenizer))
     directory = Path(config.output) / "model"
     with exported_directory(directory) as folder:
-        convert(Path(config.checkpoint), Path(config.tokenizer), folder)
+        convert(checkpoint, tokenizer, folder)
     return directory

@@ -22,7 +22,7 @@ class InstructionsConfig(Settings):
     """The choice of rows.
 
     Attributes:
-        source: file of rows with `template`, `prompt` and `completion`.
+        source: rows with `prompt`, `completion`, and `config`, the name of the template.
         output: directory of `train.jsonl`, `heldout.jsonl` (prompt, response, template, and the most common answer of the
             template's training rows), `texts.jsonl` (prompts of the training rows) and `results.json`.
         longest_prompt, longest_answer: in characters; longer rows are left out.
@@ -42,9 +42,9 @@ def run(config: InstructionsConfig) -> Path:
     """Write the rows, and return the path of the counts."""
     parts: dict[str, list[dict[str, str]]] = {"train": [], "heldout": []}
     for raw in read_raw(config.source):
-        if raw.values is None or not {"template", "prompt", "completion"} <= set(raw.values):
-            raise UserError(f"{raw.location}: {raw.problem or 'needs the columns template, prompt and completion'}")
-        prompt, answer, template = (str(raw.values[name]).strip() for name in ("prompt", "completion", "template"))
+        if raw.values is None or not {"config", "prompt", "completion"} <= set(raw.values):
+            raise UserError(f"{raw.location}: {raw.problem or 'needs the columns config, prompt and completion'}")
+        prompt, answer, template = (str(raw.values[name]).strip() for name in ("prompt", "completion", "config"))
         answer = answer.removesuffix(END).strip()
         if answer and len(prompt) <= config.longest_prompt and len(answer) <= config.longest_answer:
             out = text_hash(f"{config.seed} {prompt}") < config.heldout * 2**64

@@ -1,18 +1,23 @@
-"""Packaged tasks on folders that are laid out as the Hub's repositories, and on a mirror of the same rows.
+"""Packaged tasks and recipes' sets on folders that are laid out as the Hub's repositories, and on a mirror of the same rows.
 
 Files, configs, columns and nesting of the folders are those of the sets' cards and of lm-eval's task files.
 """
 
 import gzip
+import io
 import json
+import socket
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import datasets
 import pytest
 from datasets import ClassLabel, Dataset
 
+from alignment.config.load import packaged_folder
 from alignment.data.rows import hub
+from alignment.data.rows.files import hub_source, read_whole
 from alignment.data.rows.read import read_rows
 from alignment.errors import UserError
 from alignment.evaluation.benchmarks.tasks import read_task
@@ -118,6 +123,41 @@ LAYOUTS: dict[str, tuple[dict[str, tuple[list[dict[str, Any]], dict[str, ClassLa
 }  # fmt: skip
 
 
+TREE = {"message_tree_id": "t", "tree_state": "ready_for_export", "prompt": {
+    "message_id": "t", "text": "Hi?", "role": "prompter", "emojis": {"+1": 2}, "replies": [
+        {"message_id": "a", "text": "Yes.", "role": "assistant", "rank": 1, "replies": []},
+        {"message_id": "b", "text": "No.", "role": "assistant", "rank": 0, "replies": [
+            {"message_id": "c", "text": "Why?", "role": "prompter", "replies": []}]}]}}  # fmt: skip
+REWRITE = {"instruction": "Say a.", "input": "", "output": "a", "chosen": "a, please", "rejected": "a!"}
+ALPACA = {"instruction": "Say a.", "input": "", "output": "a"}
+DOLLY = {"instruction": "Say a.", "context": "", "response": "a"}
+POLARITY = {"label": LABELS(names=["neg", "pos"])}
+# what recipes read -> file of its repository, its rows, labels' names; file of the mirror, its rows
+OF_RECIPES: dict[str, tuple[str, list[Any], dict[str, ClassLabel], str, list[Any]]] = {
+    "cornell-movie-review-data/rotten_tomatoes[train]": (
+        "train.parquet", [{"text": "good .", "label": 1}, {"text": "bad .", "label": 0}], POLARITY,
+        "sentiment_pang_lee/sentence_polarity.jsonl.gz", [{"label": "pos", "text": "good ."}, {"label": "neg", "text": "bad ."}],
+    ),
+    "eraser-benchmark/movie_rationales[train]": (
+        "default/train/0000.parquet", [{"review": "a film .\nno .", "label": 0, "evidences": ["no ."]}],
+        {"label": LABELS(names=["NEG", "POS"])},
+        "sentiment_pang_lee/movie_reviews.jsonl.gz", [{"id": "cv0", "label": "neg", "text": "a film .\nno ."}],
+    ),
+    "LAION-AI/Open-Assistant[train]": (
+        "model/model_eval/manual/data/en_100_tree.jsonl", [TREE], {}, "oasst_trees/trees.jsonl.gz", [TREE]),
+    "rasbt/LLMs-from-scratch[train]": (
+        "ch07/04_preference-tuning-with-dpo/instruction-data-with-preference.json", [REWRITE], {},
+        "instruction_rasbt/instruction_preference.jsonl.gz", [REWRITE],
+    ),
+    "hiyouga/LLaMA-Factory:alpaca_en_demo.json[train]": (
+        "data/alpaca_en_demo.json", [ALPACA], {}, "llamafactory_demo/alpaca_en.jsonl.gz", [ALPACA]),
+    "hiyouga/LLaMA-Factory:c4_demo.jsonl[train]": (
+        "data/c4_demo.jsonl", [{"text": "a"}], {}, "llamafactory_demo/c4_docs.jsonl.gz", [{"text": "a"}]),
+    "databricks/databricks-dolly-15k[train[:150]]": (
+        "databricks-dolly-15k.jsonl", [DOLLY | {"category": "open_qa"}], {}, "dolly_sample/dolly.jsonl.gz", [DOLLY]),
+}  # fmt: skip
+
+
 def write(path: Path, rows: list[Any], labels: dict[str, ClassLabel]) -> None:
     """Rows in the format that the path's suffix says: Parquet, a JSON list, or lines."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -135,7 +175,7 @@ def write(path: Path, rows: list[Any], labels: dict[str, ClassLabel]) -> None:
 
 def write_card(root: Path, name: str) -> None:
     """A card with the configs of a repository whose files are named CONFIG/SPLIT-00000-of-00001.parquet."""
-    files = sorted((root / name).glob("*/*-of-*.parquet"))
+    files = sorted(file for file in (root / name).glob("*/*-of-*.parquet") if file.parent.name != "data")
     configs: dict[str, list[str]] = {}
     for file in files:
         split = file.name.partition("-")[0]
@@ -198,6 +238,106 @@ def test_every_config_of_a_set_is_read_in_order(folders, monkeypatch):
     assert [item.subsets for item in read_task("llmbar", folders[0]).items][1] == ("LLMBar/Neighbor",)
 
 
+def given(row: dict[str, Any]) -> dict[str, Any]:
+    """A row without what Arrow adds, and the columns that a mirror does not have."""
+    return {name: value for name, value in row.items() if value is not None and name not in ("evidences", "category")}
+
+
+@pytest.mark.parametrize("source", OF_RECIPES)
+def test_a_recipe_s_set_reads_the_hub_s_layout_and_the_mirror_alike(source, folders, monkeypatch):
+    file, rows, labels, copy, copied = OF_RECIPES[source]
+    name = hub_source(source, "")[0]
+    build(folders, {f"{name}/{file}": (rows, labels)}, {copy: copied})
+    read = []
+    for folder in folders:
+        monkeypatch.setenv("ALIGNMENT_DATA", str(folder))
+        read.append([given(row) for row in hub.load_hub(*hub_source(source, ""))])
+    assert read[0] == read[1] and len(read[0]) == len(rows)
+
+
+def test_stories_are_the_first_of_the_set_and_of_the_mirror_s_text(folders, monkeypatch):
+    stories = ["Once there was a cat.\n\nIt sat.", "One day, a dog came.", "Once upon a time, it rained.\nOn and on."]
+    name = "roneneldan/TinyStories/data/train-00000-of-00004-2d5a1467fff1081b.parquet"
+    more = [{"text": f"One day, a {number}."} for number in range(200)]
+    lines = [line + "\n" for line in "\n\n".join(stories).split("\n")]
+    build(
+        folders, {name: ([{"text": story} for story in stories] + more, {})}, {"tinystories_text/train.txt.gz": lines}
+    )
+    monkeypatch.setenv("ALIGNMENT_DATA", str(folders[0]))
+    assert len(hub.load_hub("roneneldan/TinyStories", None, "train[:180]")) == 180
+    whole = read_whole("roneneldan/TinyStories[train[:3]]")[0].values["text"]
+    monkeypatch.setenv("ALIGNMENT_DATA", str(folders[1]))
+    assert (
+        whole.strip()
+        == read_whole("roneneldan/TinyStories[train[:180]]")[0].values["text"].strip()
+        == "\n\n".join(stories)
+    )
+
+
+def test_templates_of_p3_are_files_of_which_the_first_rows_are_read(folders, monkeypatch):
+    configs = hub.hub_sources()["yizhongw/self-instruct"]["configs"]
+    assert len(configs) == 125 and configs == sorted(configs)
+    monkeypatch.setitem(hub.hub_sources()["yizhongw/self-instruct"], "configs", configs[:2])
+    rows = {
+        config: [{"prompt": f"{config} {n}?", "completion": "a"} for n in range(31 - k)]
+        for k, config in enumerate(configs[:2])
+    }
+    folder = "yizhongw/self-instruct/data/finetuning/t0_train_50k/data_per_template"
+    build(folders, {f"{folder}/{config}.jsonl": (rows[config], {}) for config in rows}, {
+        "t0_p3_sample/p3.jsonl.gz": [{"template": config, **row} for config in rows for row in rows[config][:30]],
+    })  # fmt: skip
+    read = []
+    for folder in folders:
+        monkeypatch.setenv("ALIGNMENT_DATA", str(folder))
+        read.append([dict(row) for row in hub.load_hub("yizhongw/self-instruct", "*", "train[:30]")])
+    assert read[0] == read[1] and len(read[0]) == 60 and read[0][0]["config"] == configs[0]
+
+
+def test_files_of_another_address_are_fetched_once(folders, monkeypatch):
+    """`datasets` has no reader of such addresses unless further packages are there."""
+    asked = []
+
+    def answer(url, timeout):
+        asked.append(unquote(url))
+        return io.BytesIO(json.dumps([PAIR]).encode())
+
+    monkeypatch.setattr(hub, "urlopen", answer)
+    monkeypatch.setattr(hub, "hub_answers", lambda: True)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    rows = [list(hub.load_hub("princeton-nlp/LLMBar", "*", "test")) for _ in range(2)]
+    known = hub.hub_sources()["princeton-nlp/LLMBar"]
+    assert asked == [f"{known['home']}Dataset/{config}/dataset.json" for config in known["configs"]]
+    assert rows[0] == rows[1] and [row["config"] for row in rows[0]] == known["configs"]
+
+
+@pytest.fixture
+def tries(folders, monkeypatch):
+    """Attempts at a connection, each of which fails; the Hub's client is not told that it is offline."""
+    made = []
+
+    def refuse(host, *rest, **options):
+        made.append(host)
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    return made
+
+
+TASKS = sorted(path.stem for path in (packaged_folder("configs") / "evaluate/benchmarks").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("name", [name for name in TASKS if not name.startswith("tiny_")])
+def test_without_a_network_a_task_ends_in_one_line_at_once(name, tries, tmp_path):
+    with pytest.raises(UserError) as caught:
+        read_task(name, tmp_path)
+    message = str(caught.value)
+    assert "\n" not in message and "ALIGNMENT_DATA" in message and "put a copy" in message
+    assert len(tries) == 1  # its own client would try six times, with pauses
+    name = hub_source(message.split(": ")[0], "")[0]
+    assert name in hub.hub_sources() and f"{name}" in message.split("(")[1] and "[" in message
+
+
 def test_prompts_of_toxicity_are_read_from_the_set_s_own_file(folders):
     row = {
         "filename": "f",
@@ -244,18 +384,10 @@ def test_one_config_of_a_mirror_of_all_is_read_alone(folders, monkeypatch):
 
 
 def test_packaged_tasks_name_data_sets_of_the_hub():
-    """All but those whose files nobody publishes in rows, and each with a licence."""
-    from alignment.config.load import packaged_folder
-
-    texts = {
-        path.stem: path.read_text() for path in (packaged_folder("configs") / "evaluate/benchmarks").glob("*.yaml")
-    }
-    named = {
-        name for name, text in texts.items() if "source: " in text and "/" in text.split("source: ")[1].split("\n")[0]
-    }
-    assert {name for name in named if ".txt" in texts[name].split("source: ")[1].split("\n")[0]} == {"enwik8", "text8"}
-    for name in sorted(named - {"enwik8", "text8"}):
-        source = texts[name].split("source: ")[1].split("\n")[0]
-        assert source.partition("[")[0].partition(":")[0] in hub.hub_sources(), name
+    """Each with a licence."""
+    for name in TASKS:
+        text = (packaged_folder("configs") / f"evaluate/benchmarks/{name}.yaml").read_text()
+        source = text.split("source: ")[1].split("\n")[0]
+        assert name.startswith("tiny_") or source.partition("[")[0].partition(":")[0] in hub.hub_sources(), name
     known = hub.hub_sources().values()
     assert all(one["licence"] and ("columns" in one or "directories" in one) for one in known)

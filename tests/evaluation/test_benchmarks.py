@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from alignment.cli import main
 from alignment.data.rows.files import read_raw
 from alignment.errors import UserError
 from alignment.evaluation.benchmarks import run as benchmarks
@@ -591,20 +592,24 @@ def test_sentences_of_the_penn_treebank_are_one_text_as_in_its_file(tmp_path, wr
     assert item.counted == " no it was n't black monday \n up N % \n"
 
 
-@pytest.mark.parametrize(("name", "figure"), [("enwik8", "bits_per_byte"), ("text8", "bits_per_byte")])
-def test_a_whole_file_is_one_text_to_the_byte(name, figure, tmp_path):
+@pytest.mark.parametrize(("name", "file"), [
+    ("enwik8", "LTCB/enwik8/enwik8-raw/train/0000.parquet"), ("text8", "afmck/text8/data/test-00000-of-00001.parquet")
+])  # fmt: skip
+def test_a_whole_set_is_one_text_to_the_byte(name, file, tmp_path, monkeypatch):
     """Blank lines and line ends count: 14 bytes at 7 nats are half a nat each."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     content = "\n\na b\r\n\n\nc d \n"
-    file = "test.txt"
-    (tmp_path / name).mkdir()
-    (tmp_path / name / file).write_bytes(content.encode())
+    (tmp_path / file).parent.mkdir(parents=True)
+    datasets.Dataset.from_list([{"text": content}]).to_parquet(tmp_path / file)
     task = read_task(name, tmp_path)
     assert len(task.items) == 1 and (task.items[0].counted or task.items[0].prompt) == content
     found = task_figures(task.settings, measure(task, Planted({task.items[0].prompt: -7.0})))
-    assert figure in found and found["bits_per_byte"] == pytest.approx(7 / len(content) / math.log(2))
-    (tmp_path / name / file).unlink()
-    with pytest.raises(UserError, match=f"{file}: no such file"):
-        read_task(name, tmp_path)
+    assert found["bits_per_byte"] == pytest.approx(7 / len(content) / math.log(2))
+
+
+def test_enwik8_is_the_end_of_its_text_without_parts_of_a_character(tmp_path, write_conversion):
+    write_conversion("LTCB/enwik8/enwik8-raw/train", [{"text": "x\u00e9" + "a" * 4_999_999}])
+    assert [item.prompt for item in read_task("enwik8", tmp_path).items] == ["a" * 4_999_999]
 
 
 ROW = {"question": "q", "choices": ["a", "b"], "right": 1}
@@ -743,6 +748,20 @@ def test_a_task_s_classifier_and_an_encoder_are_checked(tmp_path, checkpoints):
 
 
 # A whole run
+
+
+def test_settings_alone_are_a_config(tmp_path, checkpoints, capsys):
+    """Where a key is missing, it is named; of training too."""
+    settings = ["tasks=[tiny_choices]", f"data={Path(__file__).parents[2] / 'configs' / 'tiny_data'}", "max_rows=2"]
+    model = checkpoints["llama"]
+    assert main(["evaluate", "benchmarks", *settings, f"model={model}", f"output={tmp_path / 'out'}"]) == 0
+    assert json.loads((tmp_path / "out/results.json").read_text())["models"] == {"model": model}
+    capsys.readouterr()
+    assert main(["evaluate", "benchmarks", *settings]) == 2
+    assert {line.split(": ")[-2] for line in capsys.readouterr().err.splitlines()} == {"output", "models"}
+    assert main(["sft", "policy=runs/none"]) == 2
+    assert {line.split(": ")[-2] for line in capsys.readouterr().err.splitlines()} == {"data", "output"}
+    assert main(["evaluate", "benchmarks", "tasks=[mmlu]", "models={a: b}", "model=b", "output=x"]) == 2
 
 
 def test_a_run_has_every_model_baseline_and_difference(tmp_path, checkpoints, capsys):

@@ -90,11 +90,11 @@ def test_running_text_is_cut_where_a_document_starts(tmp_path):
     path = tmp_path / "stories.txt.gz"
     with gzip.open(path, "wt") as file:
         file.write("Once a cat sat.\n\nIt slept.\n\n\n\nOnce a dog ran.\n\nOnce more, it ran.\n")
-    assert rows_of.read_documents(path, ["Once a "]) == [
+    assert rows_of.read_documents(str(path), ["Once a "]) == [
         "Once a cat sat.\n\nIt slept.",
         "Once a dog ran.\n\nOnce more, it ran.",
     ]
-    assert len(rows_of.read_documents(path, [])) == 4
+    assert len(rows_of.read_documents(str(path), [])) == 4
     config = SplitConfig(str(path), "text", {"all": 1.0}, str(tmp_path / "out"), by="row", starts=["Once a "])
     rows_of.split(config)
     assert [row["text"][:10] for row in read(tmp_path / "out/all.jsonl")] == ["Once a cat", "Once a dog"]

@@ -33,7 +33,7 @@ class BenchmarksConfig(Settings):
     """Settings of benchmarks.
 
     Attributes:
-        models: name -> directory or Hub name, such as those after each stage of a recipe.
+        models: name -> directory or Hub name, such as those after each stage of a recipe; or, of one alone, `model`.
         output: directory of the results.
         tasks: names of packaged tasks, such as mmlu, or paths of YAML files of the same form.
         data: folder that the tasks' sources are relative to.
@@ -46,10 +46,11 @@ class BenchmarksConfig(Settings):
         include_path: folder of YAML tasks for lm-eval.
         chat_template: of the models, a built-in one's name or a Jinja file; null: each tokenizer's own.
         weights: type that models are held and compute in; auto: each checkpoint's.
+        model: directory or Hub name of the only model, in place of `models`.
     """
 
-    models: dict[str, str]
-    output: str
+    models: dict[str, str] = field(default_factory=dict)
+    output: str = ""
     tasks: list[str] = field(default_factory=list)
     data: str = "."
     baseline: str | None = None
@@ -61,9 +62,11 @@ class BenchmarksConfig(Settings):
     include_path: str | None = None
     chat_template: str | None = None
     weights: WeightsConfig = field(default_factory=WeightsConfig)
+    model: str | None = None
 
     RULES = (
-        Rule("models", lambda c: not c.models, "must name at least one model"),
+        Rule("output", lambda c: not c.output, "is missing; name the directory of the results"),
+        Rule("models", lambda c: bool(c.models) == bool(c.model), "name at least one, or the only one as `model`"),
         Rule("tasks", lambda c: not c.tasks and not c.lm_eval, "is empty, and so is lm_eval; name a task, such as lambada"),
         Rule("tasks", lambda c: len({Path(task).stem for task in c.tasks}) < len(c.tasks), "has a name twice"),
         Rule("baseline", lambda c: c.baseline is not None and c.baseline not in c.models,
@@ -87,7 +90,8 @@ def run(config: BenchmarksConfig) -> Path:
     tasks = [
         read_task(name, Path(config.data), max_rows=config.max_rows, shots=config.few_shot) for name in config.tasks
     ]
-    refuse_models(config, tasks)
+    models = config.models or {"model": str(config.model)}
+    refuse_models(config, models, tasks)
     classify = None if config.toxicity is None else toxicity_classifier(config.toxicity)
     run_tasks = None
     if config.lm_eval:
@@ -95,7 +99,7 @@ def run(config: BenchmarksConfig) -> Path:
 
         run_tasks = task_runner(config.lm_eval, config.include_path, max_rows=config.max_rows, shots=config.few_shot)
     measured, foreign = {task.name: dict[str, Columns]() for task in tasks}, dict[str, object]()
-    for name, source in config.models.items():
+    for name, source in models.items():
         model = load_model(source, config.weights.dtype, best_device(), quantize=config.weights.quantize)
         scorer = LanguageScorer(model, load_tokenizer(source, config.chat_template), config.chat)
         for task in tasks:
@@ -103,13 +107,13 @@ def run(config: BenchmarksConfig) -> Path:
         if run_tasks is not None:
             foreign[name] = run_tasks(scorer)
     results = {task.name: task_results(task, measured[task.name], config.baseline) for task in tasks}
-    write_figures(Path(config.output) / "results.json", {"models": config.models, "tasks": results, "lm_eval": foreign})
+    write_figures(Path(config.output) / "results.json", {"models": models, "tasks": results, "lm_eval": foreign})
     return Path(config.output) / "results.json"
 
 
-def refuse_models(config: BenchmarksConfig, tasks: Sequence[LoadedBenchmark]) -> None:
+def refuse_models(config: BenchmarksConfig, models: Mapping[str, str], tasks: Sequence[LoadedBenchmark]) -> None:
     """Refuse models that are not there or cannot do a task, and tasks that a classifier is missing for."""
-    kinds = {source: architecture_of(source) for source in config.models.values()}
+    kinds = {source: architecture_of(source) for source in models.values()}
     others = [task.name for task in tasks if task.settings.kind != "pairs"] + config.lm_eval
     whole = [task.name for task in tasks if task.settings.kind in ("pairs", "rolling")] + config.lm_eval
     unfit = {"encoder": others, "encoder-decoder": whole, "decoder": []}
