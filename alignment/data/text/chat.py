@@ -40,7 +40,9 @@ from alignment.data.tokenizers.tokenizer import ANCHOR, Tokenizer, control_strin
 from alignment.errors import UserError
 
 # Notes about rows that are used.
-VARIANT = "dialogue rendered by a variant of the template, which keeps earlier turns; generation keeps the model's own"
+VARIANT = (
+    "dialogue rendered by a variant of the template, which keeps earlier turns and ends replies; generation's differs"
+)
 OTHER_PROMPT = "tokens before the last reply differ from generation's; data.turns=each trains on generation's"
 PREFILLED = (
     "generation opens a reply with {!r}, which the template leaves out of the replies it writes: so does training"
@@ -58,6 +60,7 @@ REWRITES = (
     "chat_template to one that keeps the history"
 )
 UNLIKE = "does not render the reply of message {} as it stands, then its end token"
+NO_CALLS = "leaves out the tool calls of message {}, or rewrites them; take a chat_template that renders tool calls"
 ENDLESS = (
     "ends the assistant's turn with no control token to stop at; set data.turns=each (each reply an example of its "
     "own, which EOS ends), or set chat_template to one that ends a turn"
@@ -247,7 +250,8 @@ def goes_on(chat: ChatFormat, reply: str) -> bool:
 
 def _continues(chat: ChatFormat, turn: _Turn) -> bool:
     """True for a text that follows the generation prompt itself; a text that was cut off was sampled there."""
-    return is_plain(turn.reply) and (turn.end is None or goes_on(chat, turn.reply["content"]))
+    goes_on_from_it = not chat.tail and goes_on(chat, turn.reply["content"])
+    return is_plain(turn.reply) and (turn.end is None or goes_on_from_it)
 
 
 def _closed(chat: ChatFormat, turn: _Turn) -> _Turn:
@@ -258,9 +262,9 @@ def _closed(chat: ChatFormat, turn: _Turn) -> _Turn:
     return turn._replace(reply={**turn.reply, "content": content}, notes=(CLOSED.format(chat.closing),))
 
 
-def _notes(chat: ChatFormat, turn: _Turn) -> tuple[str, ...]:
-    """The notes of a reply before it is rendered: also that the template does not end it."""
-    endless = chat.end is None and turn.end is not None
+def _notes(turn: _Turn, end: str | None) -> tuple[str, ...]:
+    """The notes of a reply: also that the template writes no `end` after it."""
+    endless = end is None and turn.end is not None
     return (*turn.notes, NO_END.format(turn.end)) if endless else turn.notes
 
 
@@ -281,7 +285,7 @@ def _plain_plan(chat: ChatFormat, turn: _Turn, notes: tuple[str, ...] = ()) -> T
     after = ANCHOR
     if isinstance(turn.prompt, list):
         after = chat.after
-        notes += _notes(chat, turn)
+        notes += _notes(turn, chat.end)
         again = [prefill for prefill in chat.prefills if content.lstrip().startswith(prefill.split()[0])]
         inside = again[0] if again else chat.prefilled
         content, repeated = without_prefill(chat, content)
@@ -301,7 +305,7 @@ def _turn_plan(
         raise UserError(f"{name_of(tokenizer)} {UNLIKE.format(len(turn.prompt))}")
     if isinstance(found, str) or (found.start != len(opened) and _continues(chat, turn)):
         if turn.reply.get("tool_calls"):
-            raise UserError(f"{name_of(tokenizer)} leaves out the tool calls of a reply, or rewrites them")
+            raise UserError(f"{name_of(tokenizer)} {NO_CALLS.format(len(turn.prompt))}")
         return _plain_plan(chat, turn, () if plain else (UNRENDERED_REASONING,))
     body, lead = closed[found.start : found.stop], closed[found.start : found.words]
     _, repeated = without_prefill(chat, dialogue.escaped.unescape(body[len(lead) :]))
@@ -311,7 +315,7 @@ def _turn_plan(
         body = lead + dialogue.escaped.escape(response)
     pieces = reply_pieces(tokenizer, chat, body, dialogue.escaped, ending(chat.controls, closed[: found.start]))
     end = None if turn.end is None else found.end or turn.end
-    notes = _notes(chat, turn)
+    notes = _notes(turn, found.end)
     notes += (UNRENDERED_REASONING,) if loses_reasoning(message, body) else ()
     reply = Segment(pieces, True, end)
     if found.start == len(opened):
@@ -455,15 +459,17 @@ def find_turn(chat: ChatFormat, message: Message, whole: str, *, opened: str, cl
     stop, goes_on = len(closed), not whole.startswith(closed)
     if goes_on:  # gpt-oss ends a turn in another token once the dialogue goes on, Phi-3 a dialogue in one of its own
         stop = tag_boundary(chat.controls, whole, shared_length(whole, closed))
-        if closed[stop:].strip() not in chat.controls:
-            return REWRITES
     turn = whole[start:stop]
     ends = [chat.end, chat.call_end] if message.get("tool_calls") else [chat.end]
     length, end = max(((turn.rfind(end), end) for end in ends if end and end in turn), default=(len(turn), None))
+    if end is None and closed[stop:].strip() not in ("", *chat.controls):
+        return REWRITES
     words = message["content"].strip()
     if chat.end is None and not message.get("tool_calls") and words in turn:
         length = turn.rfind(words) + len(words)
-    lead = _start_of_words(turn[:length], message)
+    lead = _start_of_words(turn[:length].removesuffix(chat.tail), message)
+    if lead is None and message.get("tool_calls"):
+        return NO_CALLS
     if lead is None or (chat.end is not None and end is None and not goes_on and chat.training == chat.template):
         return UNLIKE
     # without a question before it, the assistant's own header is what its first words follow
