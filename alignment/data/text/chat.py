@@ -35,6 +35,8 @@ from alignment.data.text.templates import (
     require_contents,
     shared_length,
     tag_boundary,
+    template_of,
+    with_one_template,
 )
 from alignment.data.tokenizers.tokenizer import ANCHOR, Tokenizer, control_strings, encode
 from alignment.errors import UserError
@@ -132,6 +134,22 @@ def encode_plans(tokenizer: Tokenizer, plans: Sequence[TextPlan | UserError]) ->
     return [attempt(joined, plan) for plan in plans]
 
 
+def _by_template(
+    tokenizer: Tokenizer,
+    encode_rows: Callable[..., list[Result]],
+    tools_of_rows: Sequence[Tools | None],
+    **columns: Sequence[Any],
+) -> list[Result]:
+    """The results of rows, given as columns, where the tools of a row choose one of several named templates."""
+    templates = [template_of(tokenizer, each) for each in tools_of_rows]
+    results = dict[int, Result]()
+    for template in dict.fromkeys(templates):
+        rows = [row for row, chosen in enumerate(templates) if chosen == template]
+        of_rows = {name: list(map(column.__getitem__, rows)) for name, column in columns.items()}
+        results.update(zip(rows, encode_rows(with_one_template(tokenizer, template), **of_rows), strict=True))
+    return [results[row] for row in range(len(templates))]
+
+
 def _accepted(result: Result | UserError) -> Result:
     if isinstance(result, UserError):
         raise result
@@ -151,6 +169,8 @@ def encode_each_prompt(
 ) -> list[list[int] | UserError]:
     """`prompt_ids` of many prompts at once, texts and messages; the reason for each one that is refused."""
     every = [None] * len(prompts) if tools is None else tools
+    if isinstance(tokenizer.chat_template, dict):
+        return _by_template(tokenizer, encode_each_prompt, every, prompts=prompts, tools=every)
     asked = {number: prompt for number, prompt in enumerate(prompts) if not isinstance(prompt, str)}
     plans: list[TextPlan | UserError] = [TextPlan([Segment([Piece(str(prompt))], False)]) for prompt in prompts]
     if asked:
@@ -213,14 +233,19 @@ def encode_each_response(
             reasoning does not follow a "<think>" that generation opens, but the prompt that the template writes.
         ended: False where a response was cut off: no end token follows its text. None: all of them ended.
     """
+    whole = [True] * len(responses) if ended is None else ended
+    every = [None] * len(responses) if tools is None else tools
+    asked = prompts or [""] * len(responses)
+    if isinstance(tokenizer.chat_template, dict):
+        columns = {"responses": responses, "prompts": asked, "ended": whole, "tools": every}
+        return _by_template(tokenizer, encode_each_response, every, **columns)
     end, stops = str(tokenizer.convert_ids_to_tokens(end_token_id(tokenizer))), stop_strings(tokenizer)
-    ends = [end] * len(responses) if ended is None else [end if whole else None for whole in ended]
+    ends = [end if each else None for each in whole]
     messages = [Message(role="assistant", content=reply) if isinstance(reply, str) else reply for reply in responses]
     replies = [
         replies_without_end([message], stops if each else ())[0] for message, each in zip(messages, ends, strict=True)
     ]
-    nothing = [None] * len(responses)
-    turns = [*map(_Turn, prompts or [""] * len(responses), replies, tools or nothing, ends)]
+    turns = [*map(_Turn, asked, replies, every, ends)]
     chat = chat_format(tokenizer) if any(isinstance(turn.prompt, list) for turn in turns) else ChatFormat("")
     if chat.closing and not chat.prefilled:
         turns = [_closed(chat, turn) for turn in turns]
@@ -341,6 +366,8 @@ def encode_dialogues(tokenizer: Tokenizer, rows: Sequence[Demonstration]) -> lis
     """
     if not rows:
         return []
+    if isinstance(tokenizer.chat_template, dict):
+        return _by_template(tokenizer, encode_dialogues, [row.tools for row in rows], rows=rows)
     chat = chat_format(tokenizer)
     if chat.end is None:
         raise UserError(f"{name_of(tokenizer)} {ENDLESS}")

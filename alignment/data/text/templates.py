@@ -88,14 +88,32 @@ def _with_text_arguments(call: Mapping[str, object]) -> dict[str, object]:
     return {**call, "function": function} if "function" in call else function
 
 
-def chat_format(tokenizer: Tokenizer) -> ChatFormat:
-    """The tokenizer's template and its conventions."""
-    template = tokenizer.chat_template
-    if not isinstance(template, str) or not template:
+def template_of(tokenizer: Tokenizer, tools: object = None) -> str | None:
+    """The text of the tokenizer's template; of several by name `tool_use` where there are tools, else `default`."""
+    templates = tokenizer.chat_template
+    if not isinstance(templates, dict):
+        return templates
+    name = "tool_use" if tools and "tool_use" in templates else "default"
+    if name not in templates:
+        raise UserError(f"{name_of(tokenizer)} is {', '.join(templates)}, not default; set chat_template to a file")
+    return templates[name]
+
+
+def with_one_template(tokenizer: Tokenizer, template: str | None) -> Tokenizer:
+    """A copy of the tokenizer with no other template than this text."""
+    changed = copy.copy(tokenizer)
+    changed.chat_template = template
+    return changed
+
+
+def chat_format(tokenizer: Tokenizer, tools: object = None) -> ChatFormat:
+    """The tokenizer's template and its conventions; of several by name that for rows with tools, or without."""
+    template = template_of(tokenizer, tools)
+    if not template:
         raise UserError(
-            f"{tokenizer.name_or_path or 'this tokenizer'}: messages need a chat template and there is "
-            f"{'more than one' if template else 'none'}; set chat_template to a name (chatml, llama3, ...) or a file, save "
-            "one as chat_template.jinja beside tokenizer.json, or write the prompts as plain text"
+            f"{tokenizer.name_or_path or 'this tokenizer'}: messages need a chat template and there is none; set "
+            "chat_template to a name (chatml, llama3, ...) or a file, save one as chat_template.jinja beside "
+            "tokenizer.json, or write the prompts as plain text"
         )
     if len(template) > MAX_TEMPLATE_CHARACTERS:
         raise UserError(f"{name_of(tokenizer)} has {len(template)} characters; {MAX_TEMPLATE_CHARACTERS} are allowed")
@@ -376,8 +394,7 @@ def with_chat_template(tokenizer: Tokenizer, chosen: str | None) -> Tokenizer:
             f"--chat-template {chosen} --output DIR` writes the model with these tokens added, to start from; or take a "
             f"template that needs none of its own: {free}"
         )
-    changed = copy.copy(tokenizer)
-    changed.chat_template = template
+    changed = with_one_template(tokenizer, template)
     if chat_format(changed).end is None:
         raise UserError(
             f"chat_template {chosen if len(chosen) < 100 else chosen[:100] + '...'}: with {name} it ends the assistant's "
