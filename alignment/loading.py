@@ -261,7 +261,7 @@ def set_special_tokens(model: NativeModel | ExternalModel, tokenizer: Tokenizer)
         ends = end_token_ids(tokenizer)
         stops = stop_token_ids(tokenizer)
     except UserError:  # a broken template must not keep a trained model from being saved
-        ends = stops = {tokenizer.eos_token_id} - {None}
+        ends = stops = set[int]() if tokenizer.eos_token_id is None else {tokenizer.eos_token_id}
     if not hasattr(model, "new_cache"):
         return set_padding(model, tokenizer, sorted(ends))
     model.config["pad_token_id"] = None if tokenizer.pad_token_id in ends else tokenizer.pad_token_id

@@ -141,7 +141,7 @@ def _by_template(
     **columns: Sequence[Any],
 ) -> list[Result]:
     """The results of rows, given as columns, where the tools of a row choose one of several named templates."""
-    templates = [template_of(tokenizer, each) for each in tools_of_rows]
+    templates = [template_of(tokenizer, tools) for tools in tools_of_rows]
     results = dict[int, Result]()
     for template in dict.fromkeys(templates):
         rows = [row for row, chosen in enumerate(templates) if chosen == template]
@@ -237,10 +237,11 @@ def encode_each_response(
     every = [None] * len(responses) if tools is None else tools
     asked = prompts or [""] * len(responses)
     if isinstance(tokenizer.chat_template, dict):
-        columns = {"responses": responses, "prompts": asked, "ended": whole, "tools": every}
-        return _by_template(tokenizer, encode_each_response, every, **columns)
+        return _by_template(
+            tokenizer, encode_each_response, every, responses=responses, prompts=asked, ended=whole, tools=every
+        )
     end, stops = str(tokenizer.convert_ids_to_tokens(end_token_id(tokenizer))), stop_strings(tokenizer)
-    ends = [end if each else None for each in whole]
+    ends = [end if is_whole else None for is_whole in whole]
     messages = [Message(role="assistant", content=reply) if isinstance(reply, str) else reply for reply in responses]
     replies = [
         replies_without_end([message], stops if each else ())[0] for message, each in zip(messages, ends, strict=True)
@@ -275,8 +276,7 @@ def goes_on(chat: ChatFormat, reply: str) -> bool:
 
 def _continues(chat: ChatFormat, turn: _Turn) -> bool:
     """True for a text that follows the generation prompt itself; a text that was cut off was sampled there."""
-    goes_on_from_it = not chat.tail and goes_on(chat, turn.reply["content"])
-    return is_plain(turn.reply) and (turn.end is None or goes_on_from_it)
+    return is_plain(turn.reply) and (turn.end is None or (not chat.tail and goes_on(chat, turn.reply["content"])))
 
 
 def _closed(chat: ChatFormat, turn: _Turn) -> _Turn:
@@ -326,11 +326,11 @@ def _turn_plan(
     opened, closed = texts
     response, message, plain = turn.reply["content"], dialogue.messages[-1], is_plain(turn.reply)
     found = find_turn(chat, message, closed, opened=opened, closed=closed)
-    if isinstance(found, str) and plain and (chat.end is None or not _continues(chat, turn)):
-        raise UserError(f"{name_of(tokenizer)} {UNLIKE.format(len(turn.prompt))}")
-    if isinstance(found, str) or (found.start != len(opened) and _continues(chat, turn)):
-        if turn.reply.get("tool_calls"):
-            raise UserError(f"{name_of(tokenizer)} {NO_CALLS.format(len(turn.prompt))}")
+    follows = _continues(chat, turn)
+    if isinstance(found, str) and (turn.reply.get("tool_calls") or (plain and (chat.end is None or not follows))):
+        why = UNLIKE if plain else NO_CALLS
+        raise UserError(f"{name_of(tokenizer)} {why.format(len(turn.prompt))}")
+    if isinstance(found, str) or (found.start != len(opened) and follows):
         return _plain_plan(chat, turn, () if plain else (UNRENDERED_REASONING,))
     body, lead = closed[found.start : found.stop], closed[found.start : found.words]
     _, repeated = without_prefill(chat, dialogue.escaped.unescape(body[len(lead) :]))

@@ -27,7 +27,6 @@ MAX_TEMPLATE_CHARACTERS = 200_000
 # The conditions by which Qwen3's template and its many kin leave out the reasoning of earlier turns, or an empty block of it
 DROPS = re.compile(r"loop\.index0 > ns\.\w+|loop\.(?:last|index0 == ns\.\w+) or [^%]*reasoning_content\)?")
 # GLM's templates end a reply by the token of the next role, so the last one by none
-NEXT_ROLES = ("<|user|>", "<|observation|>")
 HEADER = re.compile(r"(?=\{%-?\s*if add_generation_prompt(?!.*if add_generation_prompt))", re.DOTALL)
 END_BY_ROLE = (
     "{%- if messages[-1].role == 'assistant' -%}"
@@ -93,10 +92,7 @@ def template_of(tokenizer: Tokenizer, tools: object = None) -> str | None:
     templates = tokenizer.chat_template
     if not isinstance(templates, dict):
         return templates
-    name = "tool_use" if tools and "tool_use" in templates else "default"
-    if name not in templates:
-        raise UserError(f"{name_of(tokenizer)} is {', '.join(templates)}, not default; set chat_template to a file")
-    return templates[name]
+    return templates.get("tool_use" if tools and "tool_use" in templates else "default")
 
 
 def with_one_template(tokenizer: Tokenizer, template: str | None) -> Tokenizer:
@@ -111,7 +107,7 @@ def chat_format(tokenizer: Tokenizer, tools: object = None) -> ChatFormat:
     template = template_of(tokenizer, tools)
     if not template:
         raise UserError(
-            f"{tokenizer.name_or_path or 'this tokenizer'}: messages need a chat template and there is none; set "
+            f"{tokenizer.name_or_path or 'this tokenizer'}: messages need a chat template and there is none, or none named default; set "
             "chat_template to a name (chatml, llama3, ...) or a file, save one as chat_template.jinja beside "
             "tokenizer.json, or write the prompts as plain text"
         )
@@ -135,16 +131,17 @@ def _probe(template: str, special: str, controls: tuple[str, ...]) -> ChatFormat
     else:
         return plain
     whole, trained, longer = _training_variant(chat, variables)
-    after = [text.partition(PROBE)[2].lstrip() for text in (closed, trained)]
-    end = next((string for text in after for string in controls if text.startswith(string)), None)
-    written = re.match(f"(?:{'|'.join(map(re.escape, controls))})*", longer.partition(PROBE)[2].lstrip())
-    eos = variables.get("eos_token") or ""
-    tail = ""
-    if end and written and eos and eos in written[0]:
+    trained = trained or closed  # a template may take one turn only
+    after = trained.partition(PROBE)[2].lstrip()
+    end = next((string for string in controls if after.startswith(string)), None)
+    eos = variables.get("eos_token") or PROBE
+    tail = longer.partition(PROBE)[2].lstrip().partition(eos)[0]
+    if tail in controls:
         end = eos
-        tail = written[0].partition(eos)[0]
+    else:
+        tail = ""
     body = closed.removeprefix(opened).partition(end)[0] if end else PROBE
-    rest = trained.rpartition(end)[2] if end else ""
+    rest = trained.rpartition(end or PROBE)[2]
     header = opened[shared_length(opened, base) :] or (rest if opened.endswith(rest) else "")
     before = closed.partition(PROBE)[0]
     prefilled = opened[tag_boundary(controls, opened, shared_length(opened, before)) :]
@@ -192,13 +189,15 @@ def _training_variant(chat: ChatFormat, special: Mapping[str, object]) -> tuple[
     cuts = ((2, False), (3, False))
     reply, longer = _probe_texts(chat, [HELLO, REPLY, HELLO], cuts, special)
     if longer.startswith(reply):
-        endless = reply.rstrip().endswith(PROBE) and {*NEXT_ROLES} <= {*chat.controls}
+        endless = reply.rstrip().endswith(PROBE) and "<|observation|>" in chat.controls
         variant = HEADER.sub(END_BY_ROLE, chat.template) if endless else chat.template
     else:
         variant = DROPS.sub("true", chat.template)
     changed = replace(chat, template=variant)
     kept, on = _probe_texts(changed, [HELLO, REPLY, HELLO], cuts, special)
-    return (changed, kept, on) if kept.startswith(reply) and on.startswith(kept) else (chat, reply, longer)
+    if kept.startswith(reply) and on.startswith(kept):
+        return changed, kept, on
+    return chat, reply, longer
 
 
 def shared_length(one: Sequence[object], other: Sequence[object]) -> int:
