@@ -13,7 +13,7 @@ from alignment.adapters.files import is_adapter, read_base, read_members, read_r
 from alignment.data.prepare import Preparation, preparation_of
 from alignment.data.rows.hub import copied_model
 from alignment.data.rows.records import Kind
-from alignment.data.text.chat import stop_token_ids
+from alignment.data.text.special_tokens import end_token_ids, stop_token_ids
 from alignment.data.text.templates import with_chat_template
 from alignment.data.tokenizers.tokenizer import Tokenizer, add_new_tokens, read_tokenizer_files
 from alignment.errors import UserError
@@ -166,7 +166,10 @@ def load_tokenizer(
         chat_template: another template than its own: a built-in one's name, a file, or Jinja text.
         add_tokens, add_special_tokens: new to the vocabulary; see `add_new_tokens`. The template may write them.
     """
-    tokenizer = read_tokenizer_files(open_checkpoint(source).file("tokenizer.json").parent)
+    checkpoint = open_checkpoint(source)
+    tokenizer = read_tokenizer_files(checkpoint.file("tokenizer.json").parent)
+    special = [token for token, added in tokenizer.added_tokens_decoder.items() if added.special]
+    tokenizer.published_ends = {*_named_ends(checkpoint)}.intersection(special)
     if add_tokens or add_special_tokens:
         add_new_tokens(tokenizer, add_tokens, add_special_tokens)
     if chat_template is not None:
@@ -174,20 +177,25 @@ def load_tokenizer(
     return tokenizer
 
 
-def describe_stop_tokens(source: str | Checkpoint, tokenizer: Tokenizer) -> str:
-    """Say which tokens end a response, and which end tokens of the model's generation_config.json do not, in one sentence."""
-    path = open_checkpoint(source).file(GENERATION_CONFIG)
+def _named_ends(checkpoint: Checkpoint) -> list[int]:
+    """The end tokens in the generation_config.json of a model."""
+    path = checkpoint.file(GENERATION_CONFIG)
     named = (read_generation_config(path.parent) or {}).get("eos_token_id")
     named = [] if named is None else named if isinstance(named, list) else [named]
     if not all(type(token) is int for token in named):
         raise UserError(f"{path}: eos_token_id must be a token's id or a list of ids, got {named!r}")
+    return named
+
+
+def describe_stop_tokens(source: str | Checkpoint, tokenizer: Tokenizer) -> str:
+    """Say which tokens end a response, and which ordinary ones that generation_config.json names do not, in one sentence."""
     stops = stop_token_ids(tokenizer)
 
     def listed(ids: Iterable[int]) -> str:
         return ", ".join(f"{tokenizer.convert_ids_to_tokens(token)} ({token})" for token in sorted(ids))
 
-    unused = set(named) - stops
-    more = f"; {path.name} also names {listed(unused)}, which does not end a response here" if unused else ""
+    unused = set(_named_ends(open_checkpoint(source))) - stops
+    more = f"; {GENERATION_CONFIG} also names {listed(unused)}, which does not end a response here" if unused else ""
     return f"a response ends at {listed(stops)}{more}"
 
 
@@ -250,13 +258,14 @@ def same_vocabulary(one: Tokenizer, other: Tokenizer) -> bool:
 def set_special_tokens(model: NativeModel | ExternalModel, tokenizer: Tokenizer) -> None:
     """Write the tokenizer's padding and stop tokens into the configs of a model about to be saved."""
     try:
-        ends = sorted(stop_token_ids(tokenizer))
+        ends = end_token_ids(tokenizer)
+        stops = stop_token_ids(tokenizer)
     except UserError:  # a broken template must not keep a trained model from being saved
-        ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        ends = stops = set[int]() if tokenizer.eos_token_id is None else {tokenizer.eos_token_id}
     if not hasattr(model, "new_cache"):
-        return set_padding(model, tokenizer, ends)
+        return set_padding(model, tokenizer, sorted(ends))
     model.config["pad_token_id"] = None if tokenizer.pad_token_id in ends else tokenizer.pad_token_id
-    _set_end_tokens(model, ends, tokenizer.pad_token_id)
+    _set_end_tokens(model, sorted(stops), tokenizer.pad_token_id)
 
 
 def set_padding(classifier: NativeModel | ExternalModel, tokenizer: Tokenizer, ends: Sequence[int]) -> None:

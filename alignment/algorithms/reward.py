@@ -42,7 +42,7 @@ from alignment.data.config import DataConfig
 from alignment.data.encoder_inputs import encode_comparisons, encode_ordered_rankings, encode_rankings, with_segments
 from alignment.data.prepare import TOKENIZE, Preparation, Tokenize
 from alignment.data.rows.records import Kind
-from alignment.data.text.chat import stop_token_ids
+from alignment.data.text.special_tokens import end_token_ids
 from alignment.data.tokenize import tokenize_comparisons, tokenize_ordered_rankings, tokenize_rankings, tokenize_steps
 from alignment.errors import UserError
 from alignment.loading import Checkpoint, architecture_of, load_tokenizer
@@ -245,7 +245,7 @@ def notes(reward_model: Policy) -> Iterator[str]:
     if isinstance(reward_model.model, DocumentClassifier):
         return
     pad = reward_model.model.config.get("pad_token_id")
-    if reward_model.adapter is not None and pad in stop_token_ids(reward_model.tokenizer):
+    if reward_model.adapter is not None and pad in end_token_ids(reward_model.tokenizer):
         yield (
             f"{reward_model.base}: its config.json has an end token ({pad}) as pad_token_id, so transformers reads this "
             "adapter's scores before the end token, where they are others; `alignment export` writes a model that it "

@@ -9,6 +9,7 @@ from torch.testing import assert_close
 from alignment.adapters import LoRASpec, PrefixSpec
 from alignment.commands.export import export_model
 from alignment.data.config import DataConfig
+from alignment.data.text.chat import stop_token_ids
 from alignment.data.tokenizers.tokenizer import save_tokenizer
 from alignment.data.tokenizers.train import train_bpe
 from alignment.generation import generate
@@ -73,7 +74,7 @@ def learn(tmp_path_factory, write_base):
 @pytest.fixture(scope="module")
 def learnt(learn):
     """Without an adapter, and with one."""
-    carried = {"temperature": 0.6, "top_p": 0.9, "eos_token_id": 7}
+    carried = {"temperature": 0.6, "top_p": 0.9, "eos_token_id": [7, 3]}  # an ordinary token, and <|im_start|>
     return {"full": learn(generation_config=carried), "lora": learn(LoRASpec(rank=16))}
 
 
@@ -97,8 +98,10 @@ def test_transformers_stops_where_we_do(kind, learnt, tmp_path):
     ours = generate(load_model(str(directory)), tokenizer, [QUESTION], max_new_tokens=40, temperature=0.0)
     assert ours.texts == ["I am fine."] and ours.token_ids[0][-1] == tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert continued(directory) == ours.token_ids[0]
+    ends = [1, 4] if kind == "merged" else [1, 3, 4]  # with the control token that the base names
+    assert sorted(stop_token_ids(tokenizer)) == ends
     for name in ("config.json", "generation_config.json"):
-        assert json.loads((directory / name).read_text())["eos_token_id"] == [1, 4], name
+        assert json.loads((directory / name).read_text())["eos_token_id"] == ends, name
     assert json.loads((directory / "generation_config.json").read_text())["pad_token_id"] == tokenizer.pad_token_id
 
 
@@ -106,7 +109,7 @@ def test_a_generation_config_is_carried_along(learnt, tmp_path):
     directory = export_model(str(learnt["full"]), None, str(tmp_path / "out"))
     for folder in (learnt["full"], directory):
         config = json.loads((folder / "generation_config.json").read_text())
-        assert config == {"temperature": 0.6, "top_p": 0.9, "eos_token_id": [1, 4], "pad_token_id": 2}
+        assert config == {"temperature": 0.6, "top_p": 0.9, "eos_token_id": [1, 3, 4], "pad_token_id": 2}
 
 
 def test_a_base_written_for_an_adapter_knows_its_stop_tokens_too(learnt, ran, tmp_path):

@@ -250,7 +250,10 @@ def _call(call: object, key: str, where: str) -> dict[str, Any]:
     if not isinstance(arguments, dict | None):
         raise BadRow(key, "the arguments of a tool call must be an object", f"{where}: {arguments!r:.60}")
     clean: dict[str, Any] = {"type": "function", "function": {"name": function["name"], "arguments": arguments or {}}}
-    return clean | {"id": call["id"]} if isinstance(call, dict) and isinstance(call.get("id"), str) else clean
+    given = cast("Columns", call)
+    if isinstance(given.get("id"), str):
+        clean["id"] = given["id"]
+    return {name: clean[name] for name in (*given, *clean) if name in clean}  # a template may print the whole call
 
 
 def _function(item: object) -> dict[str, Any] | None:

@@ -35,12 +35,16 @@ from alignment.data.text.templates import (
     require_contents,
     shared_length,
     tag_boundary,
+    template_of,
+    with_one_template,
 )
 from alignment.data.tokenizers.tokenizer import ANCHOR, Tokenizer, control_strings, encode
 from alignment.errors import UserError
 
 # Notes about rows that are used.
-VARIANT = "dialogue rendered by a variant of the template, which keeps earlier turns; generation keeps the model's own"
+VARIANT = (
+    "dialogue rendered by a variant of the template, which keeps earlier turns and ends replies; generation's differs"
+)
 OTHER_PROMPT = "tokens before the last reply differ from generation's; data.turns=each trains on generation's"
 PREFILLED = (
     "generation opens a reply with {!r}, which the template leaves out of the replies it writes: so does training"
@@ -58,6 +62,7 @@ REWRITES = (
     "chat_template to one that keeps the history"
 )
 UNLIKE = "does not render the reply of message {} as it stands, then its end token"
+NO_CALLS = "leaves out the tool calls of message {}, or rewrites them; take a chat_template that renders tool calls"
 ENDLESS = (
     "ends the assistant's turn with no control token to stop at; set data.turns=each (each reply an example of its "
     "own, which EOS ends), or set chat_template to one that ends a turn"
@@ -129,6 +134,22 @@ def encode_plans(tokenizer: Tokenizer, plans: Sequence[TextPlan | UserError]) ->
     return [attempt(joined, plan) for plan in plans]
 
 
+def _by_template(
+    tokenizer: Tokenizer,
+    encode_rows: Callable[..., list[Result]],
+    tools_of_rows: Sequence[Tools | None],
+    **columns: Sequence[Any],
+) -> list[Result]:
+    """The results of rows, given as columns, where the tools of a row choose one of several named templates."""
+    templates = [template_of(tokenizer, tools) for tools in tools_of_rows]
+    results = dict[int, Result]()
+    for template in dict.fromkeys(templates):
+        rows = [row for row, chosen in enumerate(templates) if chosen == template]
+        of_rows = {name: list(map(column.__getitem__, rows)) for name, column in columns.items()}
+        results.update(zip(rows, encode_rows(with_one_template(tokenizer, template), **of_rows), strict=True))
+    return [results[row] for row in range(len(templates))]
+
+
 def _accepted(result: Result | UserError) -> Result:
     if isinstance(result, UserError):
         raise result
@@ -148,6 +169,8 @@ def encode_each_prompt(
 ) -> list[list[int] | UserError]:
     """`prompt_ids` of many prompts at once, texts and messages; the reason for each one that is refused."""
     every = [None] * len(prompts) if tools is None else tools
+    if isinstance(tokenizer.chat_template, dict):
+        return _by_template(tokenizer, encode_each_prompt, every, prompts=prompts, tools=every)
     asked = {number: prompt for number, prompt in enumerate(prompts) if not isinstance(prompt, str)}
     plans: list[TextPlan | UserError] = [TextPlan([Segment([Piece(str(prompt))], False)]) for prompt in prompts]
     if asked:
@@ -210,14 +233,20 @@ def encode_each_response(
             reasoning does not follow a "<think>" that generation opens, but the prompt that the template writes.
         ended: False where a response was cut off: no end token follows its text. None: all of them ended.
     """
+    whole = [True] * len(responses) if ended is None else ended
+    every = [None] * len(responses) if tools is None else tools
+    asked = prompts or [""] * len(responses)
+    if isinstance(tokenizer.chat_template, dict):
+        return _by_template(
+            tokenizer, encode_each_response, every, responses=responses, prompts=asked, ended=whole, tools=every
+        )
     end, stops = str(tokenizer.convert_ids_to_tokens(end_token_id(tokenizer))), stop_strings(tokenizer)
-    ends = [end] * len(responses) if ended is None else [end if whole else None for whole in ended]
+    ends = [end if is_whole else None for is_whole in whole]
     messages = [Message(role="assistant", content=reply) if isinstance(reply, str) else reply for reply in responses]
     replies = [
         replies_without_end([message], stops if each else ())[0] for message, each in zip(messages, ends, strict=True)
     ]
-    nothing = [None] * len(responses)
-    turns = [*map(_Turn, prompts or [""] * len(responses), replies, tools or nothing, ends)]
+    turns = [*map(_Turn, asked, replies, every, ends)]
     chat = chat_format(tokenizer) if any(isinstance(turn.prompt, list) for turn in turns) else ChatFormat("")
     if chat.closing and not chat.prefilled:
         turns = [_closed(chat, turn) for turn in turns]
@@ -247,7 +276,7 @@ def goes_on(chat: ChatFormat, reply: str) -> bool:
 
 def _continues(chat: ChatFormat, turn: _Turn) -> bool:
     """True for a text that follows the generation prompt itself; a text that was cut off was sampled there."""
-    return is_plain(turn.reply) and (turn.end is None or goes_on(chat, turn.reply["content"]))
+    return is_plain(turn.reply) and (turn.end is None or (not chat.tail and goes_on(chat, turn.reply["content"])))
 
 
 def _closed(chat: ChatFormat, turn: _Turn) -> _Turn:
@@ -258,9 +287,9 @@ def _closed(chat: ChatFormat, turn: _Turn) -> _Turn:
     return turn._replace(reply={**turn.reply, "content": content}, notes=(CLOSED.format(chat.closing),))
 
 
-def _notes(chat: ChatFormat, turn: _Turn) -> tuple[str, ...]:
-    """The notes of a reply before it is rendered: also that the template does not end it."""
-    endless = chat.end is None and turn.end is not None
+def _notes(turn: _Turn, end: str | None) -> tuple[str, ...]:
+    """The notes of a reply: also that the template writes no `end` after it."""
+    endless = end is None and turn.end is not None
     return (*turn.notes, NO_END.format(turn.end)) if endless else turn.notes
 
 
@@ -281,7 +310,7 @@ def _plain_plan(chat: ChatFormat, turn: _Turn, notes: tuple[str, ...] = ()) -> T
     after = ANCHOR
     if isinstance(turn.prompt, list):
         after = chat.after
-        notes += _notes(chat, turn)
+        notes += _notes(turn, chat.end)
         again = [prefill for prefill in chat.prefills if content.lstrip().startswith(prefill.split()[0])]
         inside = again[0] if again else chat.prefilled
         content, repeated = without_prefill(chat, content)
@@ -297,11 +326,11 @@ def _turn_plan(
     opened, closed = texts
     response, message, plain = turn.reply["content"], dialogue.messages[-1], is_plain(turn.reply)
     found = find_turn(chat, message, closed, opened=opened, closed=closed)
-    if isinstance(found, str) and plain and (chat.end is None or not _continues(chat, turn)):
-        raise UserError(f"{name_of(tokenizer)} {UNLIKE.format(len(turn.prompt))}")
-    if isinstance(found, str) or (found.start != len(opened) and _continues(chat, turn)):
-        if turn.reply.get("tool_calls"):
-            raise UserError(f"{name_of(tokenizer)} leaves out the tool calls of a reply, or rewrites them")
+    follows = _continues(chat, turn)
+    if isinstance(found, str) and (turn.reply.get("tool_calls") or (plain and (chat.end is None or not follows))):
+        why = UNLIKE if plain else NO_CALLS
+        raise UserError(f"{name_of(tokenizer)} {why.format(len(turn.prompt))}")
+    if isinstance(found, str) or (found.start != len(opened) and follows):
         return _plain_plan(chat, turn, () if plain else (UNRENDERED_REASONING,))
     body, lead = closed[found.start : found.stop], closed[found.start : found.words]
     _, repeated = without_prefill(chat, dialogue.escaped.unescape(body[len(lead) :]))
@@ -311,7 +340,7 @@ def _turn_plan(
         body = lead + dialogue.escaped.escape(response)
     pieces = reply_pieces(tokenizer, chat, body, dialogue.escaped, ending(chat.controls, closed[: found.start]))
     end = None if turn.end is None else found.end or turn.end
-    notes = _notes(chat, turn)
+    notes = _notes(turn, found.end)
     notes += (UNRENDERED_REASONING,) if loses_reasoning(message, body) else ()
     reply = Segment(pieces, True, end)
     if found.start == len(opened):
@@ -337,6 +366,8 @@ def encode_dialogues(tokenizer: Tokenizer, rows: Sequence[Demonstration]) -> lis
     """
     if not rows:
         return []
+    if isinstance(tokenizer.chat_template, dict):
+        return _by_template(tokenizer, encode_dialogues, [row.tools for row in rows], rows=rows)
     chat = chat_format(tokenizer)
     if chat.end is None:
         raise UserError(f"{name_of(tokenizer)} {ENDLESS}")
@@ -455,15 +486,17 @@ def find_turn(chat: ChatFormat, message: Message, whole: str, *, opened: str, cl
     stop, goes_on = len(closed), not whole.startswith(closed)
     if goes_on:  # gpt-oss ends a turn in another token once the dialogue goes on, Phi-3 a dialogue in one of its own
         stop = tag_boundary(chat.controls, whole, shared_length(whole, closed))
-        if closed[stop:].strip() not in chat.controls:
-            return REWRITES
     turn = whole[start:stop]
     ends = [chat.end, chat.call_end] if message.get("tool_calls") else [chat.end]
     length, end = max(((turn.rfind(end), end) for end in ends if end and end in turn), default=(len(turn), None))
+    if end is None and closed[stop:].strip() not in ("", *chat.controls):
+        return REWRITES
     words = message["content"].strip()
     if chat.end is None and not message.get("tool_calls") and words in turn:
         length = turn.rfind(words) + len(words)
-    lead = _start_of_words(turn[:length], message)
+    lead = _start_of_words(turn[:length].removesuffix(chat.tail), message)
+    if lead is None and message.get("tool_calls"):
+        return NO_CALLS
     if lead is None or (chat.end is not None and end is None and not goes_on and chat.training == chat.template):
         return UNLIKE
     # without a question before it, the assistant's own header is what its first words follow

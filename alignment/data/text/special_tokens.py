@@ -30,12 +30,18 @@ def document_end_id(tokenizer: Tokenizer) -> int:
     return end
 
 
+def end_token_ids(tokenizer: Tokenizer) -> set[int]:
+    """The tokens that end what is trained: the template's ends of a turn and of a tool call, and EOS."""
+    ends = {end_token_id(tokenizer), tokenizer.eos_token_id}
+    for tools in (False, True) if tokenizer.chat_template else ():
+        form = chat_format(tokenizer, tools)
+        ends |= {tokenizer.convert_tokens_to_ids(end) for end in (form.end, form.call_end) if end}
+    return ends - {None}
+
+
 def stop_token_ids(tokenizer: Tokenizer) -> set[int]:
-    """All tokens at which generation stops: the end of turn, the end of a tool call, and EOS."""
-    stops = {end_token_id(tokenizer)}
-    if tokenizer.chat_template and (call := chat_format(tokenizer).call_end) is not None:
-        stops.add(tokenizer.convert_tokens_to_ids(call))
-    return stops if tokenizer.eos_token_id is None else stops | {tokenizer.eos_token_id}
+    """All tokens at which generation stops: those that end what is trained, and those that the checkpoint names."""
+    return end_token_ids(tokenizer).union(getattr(tokenizer, "published_ends", ()))
 
 
 def stop_strings(tokenizer: Tokenizer) -> list[str]:

@@ -9,7 +9,6 @@ text is split there and the strings are tokenized as plain text.
 Templates by name, in the formats that the field uses, are our own writing."""
 
 import copy
-import hashlib
 import json
 import os
 import re
@@ -25,21 +24,14 @@ from alignment.data.tokenizers.tokenizer import ANCHOR, Tokenizer, control_strin
 from alignment.errors import UserError, suggest
 
 MAX_TEMPLATE_CHARACTERS = 200_000
-# Published templates that rewrite earlier turns, by the SHA-256 of their text, and what is replaced in the variant that keeps
-# them, and all their reasoning; GLM's ends the last reply too, by the token that comes next in a longer dialogue.
-_KEEPS = (("loop.index0 > ns.last_query_index", "true"), ("loop.last or (not loop.last and reasoning_content)", "true"))
-_ENDS = (
-    "{%- if add_generation_prompt -%}",
-    "{%- if messages[-1].role == 'assistant' -%}{{ '<|observation|>' if messages[-1].tool_calls else '<|user|>' }}{%- endif -%}"
-    "{%- if add_generation_prompt -%}",
+# The conditions by which Qwen3's template and its many kin leave out the reasoning of earlier turns, or an empty block of it
+DROPS = re.compile(r"loop\.index0 > ns\.\w+|loop\.(?:last|index0 == ns\.\w+) or [^%]*reasoning_content\)?")
+# GLM's templates end a reply by the token of the next role, so the last one by none
+HEADER = re.compile(r"(?=\{%-?\s*if add_generation_prompt(?!.*if add_generation_prompt))", re.DOTALL)
+END_BY_ROLE = (
+    "{%- if messages[-1].role == 'assistant' -%}"
+    "{{ '<|observation|>' if messages[-1].tool_calls else '<|user|>' }}{%- endif -%}"
 )
-VARIANTS = {
-    "44f815868bf02fa458dd2f741a338046f4bf45f398eb6d067766726b9d96cce3": (_ENDS,),  # GLM-4.5
-    "a55ee1b1660128b7098723e0abcd92caa0788061051c62d51cbe87d9cf1974d8": _KEEPS,  # Qwen3
-    "273d8e0e683b885071fb17e08d71e5f2a5ddfb5309756181681de4f5a1822d80": _KEEPS,  # Qwen3.5, two kinds
-    "a4aee8afcf2e0711942cf848899be66016f8d14a889ff9ede07bca099c28f715": _KEEPS,
-    "e84f32a23fdda27689f868aa4a1a5621f41133e51a48d7f3efcbea2839574259": _KEEPS,  # Qwen3.6
-}
 OPENING = re.compile(r"""(?<=[\s>])[<{\[("`]""")  # of a tag, an object or a fence in a header: "assistant\n<think>"
 OPEN_TAG = re.compile(r"<([\w:]+|\|START_THINKING\|)>\s*$")  # a block that a header leaves open: "<think>\n"
 PROBE = "alignmentprobe"  # a word no template contains
@@ -61,7 +53,8 @@ class ChatFormat:
     template: str
     as_parts: bool = False  # a message's content goes to it as a list of parts, since it cannot read a plain text
     arguments_as_text: bool = False  # the arguments of a tool call go to it as JSON text, since it reads no object
-    end: str | None = None  # the control token right after the assistant's words; None: it writes none
+    end: str | None = None  # the control token right after the assistant's words and `tail`; None: it writes none
+    tail: str = ""  # what ends the assistant's words before EOS, in Cohere's templates "<|END_RESPONSE|>"
     call_end: str | None = None  # the same after a tool call; None where it writes none, or renders no tool calls
     header: str = ""  # opens the assistant's turn
     after: str = ANCHOR  # what a reply follows at generation, as `ending` says it
@@ -94,14 +87,29 @@ def _with_text_arguments(call: Mapping[str, object]) -> dict[str, object]:
     return {**call, "function": function} if "function" in call else function
 
 
-def chat_format(tokenizer: Tokenizer) -> ChatFormat:
-    """The tokenizer's template and its conventions."""
-    template = tokenizer.chat_template
-    if not isinstance(template, str) or not template:
+def template_of(tokenizer: Tokenizer, tools: object = None) -> str | None:
+    """The text of the tokenizer's template; of several by name `tool_use` where there are tools, else `default`."""
+    templates = tokenizer.chat_template
+    if not isinstance(templates, dict):
+        return templates
+    return templates.get("tool_use" if tools and "tool_use" in templates else "default")
+
+
+def with_one_template(tokenizer: Tokenizer, template: str | None) -> Tokenizer:
+    """A copy of the tokenizer with no other template than this text."""
+    changed = copy.copy(tokenizer)
+    changed.chat_template = template
+    return changed
+
+
+def chat_format(tokenizer: Tokenizer, tools: object = None) -> ChatFormat:
+    """The tokenizer's template and its conventions; of several by name that for rows with tools, or without."""
+    template = template_of(tokenizer, tools)
+    if not template:
         raise UserError(
-            f"{tokenizer.name_or_path or 'this tokenizer'}: messages need a chat template and there is "
-            f"{'more than one' if template else 'none'}; set chat_template to a name (chatml, llama3, ...) or a file, save "
-            "one as chat_template.jinja beside tokenizer.json, or write the prompts as plain text"
+            f"{tokenizer.name_or_path or 'this tokenizer'}: messages need a chat template and there is none, or none named default; set "
+            "chat_template to a name (chatml, llama3, ...) or a file, save one as chat_template.jinja beside "
+            "tokenizer.json, or write the prompts as plain text"
         )
     if len(template) > MAX_TEMPLATE_CHARACTERS:
         raise UserError(f"{name_of(tokenizer)} has {len(template)} characters; {MAX_TEMPLATE_CHARACTERS} are allowed")
@@ -115,20 +123,26 @@ def chat_format(tokenizer: Tokenizer) -> ChatFormat:
 @lru_cache(maxsize=32)
 def _probe(template: str, special: str, controls: tuple[str, ...]) -> ChatFormat:
     variables = json.loads(special)
-    training = training_variant(template)
-    plain = ChatFormat(template, training=training, controls=controls)
+    plain = ChatFormat(template, training=template, controls=controls)
     for chat in (plain, replace(plain, as_parts=True)):
         base, opened, closed = _probe_texts(chat, [HELLO, REPLY], ((1, False), (1, True), (2, False)), variables)
         if PROBE in closed:
             break
     else:
         return plain
-    whole = replace(chat, template=training)
-    [trained] = _probe_texts(whole, [HELLO, REPLY], ((2, False),), variables)
-    after = [text.partition(PROBE)[2].lstrip() for text in (closed, trained)]
-    end = next((string for text in after for string in controls if text.startswith(string)), None)
+    whole, trained, longer = _training_variant(chat, variables)
+    trained = trained or closed  # a template may take one turn only
+    after = trained.partition(PROBE)[2].lstrip()
+    end = next((string for string in controls if after.startswith(string)), None)
+    eos = variables.get("eos_token") or PROBE
+    tail = longer.partition(PROBE)[2].lstrip().partition(eos)[0]
+    if tail in controls:
+        end = eos
+    else:
+        tail = ""
     body = closed.removeprefix(opened).partition(end)[0] if end else PROBE
-    header = opened[shared_length(opened, base) :]
+    rest = trained.rpartition(end or PROBE)[2]
+    header = opened[shared_length(opened, base) :] or (rest if opened.endswith(rest) else "")
     before = closed.partition(PROBE)[0]
     prefilled = opened[tag_boundary(controls, opened, shared_length(opened, before)) :]
     opening = OPEN_TAG.search(header)
@@ -138,19 +152,21 @@ def _probe(template: str, special: str, controls: tuple[str, ...]) -> ChatFormat
     ends = [prefilled, *(header[mark.start() :] for mark in OPENING.finditer(header))]
     chat = replace(
         chat,
+        training=whole.template,
         end=end,
+        tail=tail,
         header=header,
         after=ending(controls, opened),
         prefilled=prefilled,
         closing=closing,
         prefills=tuple(sorted({text for text in ends if text.strip()}, key=len, reverse=True)),
-        writes_around=body != PROBE and closed.startswith(opened),
+        writes_around=(body != PROBE or closed.endswith(PROBE)) and closed.startswith(opened),
     )
     [called] = _probe_texts(whole, [HELLO, CALL], ((2, False),), variables)
     if not called:
         [called] = _probe_texts(replace(whole, arguments_as_text=True), [HELLO, CALL], ((2, False),), variables)
         chat = replace(chat, arguments_as_text=bool(called))
-    written = called.rstrip() if PROBE in called else ""
+    written = called.removesuffix(rest).rstrip() if PROBE in called else ""
     return replace(chat, call_end=next((string for string in controls if written.endswith(string)), None))
 
 
@@ -164,11 +180,24 @@ def _probe_texts(
     return [""] * len(cuts) if isinstance(answer, RenderError) else answer
 
 
-def training_variant(template: str) -> str:
-    """The variant of a template that keeps earlier turns, where `VARIANTS` has one; else the template itself."""
-    for old, new in VARIANTS.get(hashlib.sha256(template.strip().encode()).hexdigest(), ()):
-        template = template.replace(old, new)
-    return template
+def _training_variant(chat: ChatFormat, special: Mapping[str, object]) -> tuple[ChatFormat, str, str]:
+    """The variant of a template under which a reply stays as it is, its end included, when the dialogue goes on.
+
+    The template itself, where it does so, or where no variant does that writes the last reply in the same way; and the
+    texts of a dialogue that ends with a reply, and of one that goes on.
+    """
+    cuts = ((2, False), (3, False))
+    reply, longer = _probe_texts(chat, [HELLO, REPLY, HELLO], cuts, special)
+    if longer.startswith(reply):
+        endless = reply.rstrip().endswith(PROBE) and "<|observation|>" in chat.controls
+        variant = HEADER.sub(END_BY_ROLE, chat.template) if endless else chat.template
+    else:
+        variant = DROPS.sub("true", chat.template)
+    changed = replace(chat, template=variant)
+    kept, on = _probe_texts(changed, [HELLO, REPLY, HELLO], cuts, special)
+    if kept.startswith(reply) and on.startswith(kept):
+        return changed, kept, on
+    return chat, reply, longer
 
 
 def shared_length(one: Sequence[object], other: Sequence[object]) -> int:
@@ -364,8 +393,7 @@ def with_chat_template(tokenizer: Tokenizer, chosen: str | None) -> Tokenizer:
             f"--chat-template {chosen} --output DIR` writes the model with these tokens added, to start from; or take a "
             f"template that needs none of its own: {free}"
         )
-    changed = copy.copy(tokenizer)
-    changed.chat_template = template
+    changed = with_one_template(tokenizer, template)
     if chat_format(changed).end is None:
         raise UserError(
             f"chat_template {chosen if len(chosen) < 100 else chosen[:100] + '...'}: with {name} it ends the assistant's "

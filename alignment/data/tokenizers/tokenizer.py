@@ -22,6 +22,7 @@ class Tokenizer(Protocol):
     chat_template: Any  # Jinja text, or one text per name, or None
     bos_token_id: int | None
     eos_token_id: int | None
+    published_ends: set[int]  # the control tokens that end a response by generation_config.json, where it was read
 
     def __len__(self) -> int: ...
     def __call__(self, text: str | Sequence[str], **options: Any) -> Any: ...

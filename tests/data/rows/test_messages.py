@@ -43,6 +43,15 @@ def test_ids_of_calls_and_of_what_they_answer_are_kept(jsonl):
     assert read_one(jsonl({"messages": turns})).messages == turns
 
 
+@pytest.mark.parametrize("keys", [["id", "type", "function"], ["function", "id", "type"], ["id", "function"]])
+def test_the_keys_of_a_call_keep_their_order(jsonl, keys):
+    """A template may print the whole call; a type that is missing stands last."""
+    call = {**CALL, "id": "c1"}
+    row = {"messages": [HI, {**CALLING, "tool_calls": [{key: call[key] for key in keys}]}]}
+    [written] = read_one(jsonl(row)).messages[1]["tool_calls"]
+    assert written == call and [*written] == [*keys, *("type",)[: 3 - len(keys)]]
+
+
 def test_nulls_of_arrow_are_no_keys_of_calls_and_tools_and_those_of_json_are(tmp_path, jsonl):
     """[C5] A column of Arrow has one struct for all rows, so each call has the arguments of every other, as null."""
     rows = []

@@ -185,7 +185,7 @@ def test_control_strings_in_messages_stay_text(chatml, templates, template):
     ("template", "message"),
     [
         (None, "messages need a chat template and there is none"),
-        ({"default": "x", "tool": "y"}, "there is more than one"),
+        ({"rag": "x", "tool_use": "y"}, "none named default"),
         ("deaf", "leaves out or rewrites message 0"),
         ("shouting", "leaves out or rewrites message 0"),
         ("refusing", "refuses messages of roles user: roles must alternate"),

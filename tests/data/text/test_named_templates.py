@@ -1,5 +1,7 @@
 """Chat templates by name: what they write, where they are refused, and that a trained model keeps its own."""
 
+import json
+from copy import copy
 from dataclasses import replace
 
 import pytest
@@ -7,6 +9,7 @@ import pytest
 from alignment.algorithms.sft import SFTConfig
 from alignment.data.text import chat
 from alignment.data.text.templates import FOLDER, NAMED, read_chat_template, with_chat_template
+from alignment.data.tokenizers.tokenizer import save_tokenizer
 from alignment.data.tokenizers.train import train_bpe
 from alignment.errors import UserError
 from alignment.loading import load_tokenizer
@@ -77,6 +80,54 @@ def test_a_file_is_a_template_too_and_must_end_a_turn(words, tmp_path):
     path.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
     with pytest.raises(UserError, match="no control token of the vocabulary"):
         with_chat_template(words, str(path))
+
+
+TOOLS = [{"type": "function", "function": {"name": "look", "description": "d", "parameters": {}}}]
+# For rows with tools, in another format with another end
+WITH_TOOLS = (
+    "{{ tools | tojson }}{% for m in messages %}{{ '<|start_header_id|>' + m.role + '<|end_header_id|>' + m.content + '<|eot_id|>' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>' }}{% endif %}"
+)  # fmt: skip
+
+
+def test_tools_choose_one_of_several_named_templates(words):
+    """Rows with tools and without in one call have what each template alone gives them."""
+    named, plain, tooled = copy(words), copy(words), copy(words)
+    plain.chat_template, tooled.chat_template = read_chat_template("chatml"), WITH_TOOLS
+    named.chat_template = {"tool_use": WITH_TOOLS, "rag": "{{ x }}", "default": plain.chat_template}
+    tools = [TOOLS, None, TOOLS]
+    alone = [tooled, plain, tooled]
+    for each, row_tools in zip(alone, tools, strict=True):
+        assert chat_ids(named, DIALOGUE, tools=row_tools) == chat_ids(each, DIALOGUE, tools=row_tools)
+    prompts = [DIALOGUE[:2]] * 3
+    expected = [chat.prompt_ids(each, prompts[0], row_tools) for each, row_tools in zip(alone, tools, strict=True)]
+    assert chat.encode_each_prompt(named, prompts, tools) == expected
+    replies = chat.encode_each_response(named, ["no more"] * 3, prompts, tools=tools)
+    assert [named.decode(reply.ids) for reply in replies] == [
+        "no more<|eot_id|>",
+        "no more<|im_end|>",
+        "no more<|eot_id|>",
+    ]
+    assert chat.stop_token_ids(named) == chat.stop_token_ids(plain) | chat.stop_token_ids(tooled)
+    theirs = named.apply_chat_template(prompts[0], tools=TOOLS, add_generation_prompt=True, tokenize=False)
+    assert named.decode(expected[0]).removeprefix("<s>") == theirs
+
+
+@pytest.mark.parametrize("form", ["saved", "list"])
+def test_named_templates_are_saved_and_read_back(form, words, tmp_path):
+    from transformers import AutoTokenizer
+
+    named = copy(words)
+    named.chat_template = {"default": read_chat_template("chatml"), "tool_use": WITH_TOOLS}
+    save_tokenizer(words if form == "list" else named, tmp_path)
+    if form == "list":  # as published before transformers 4.43
+        config = tmp_path / "tokenizer_config.json"
+        templates = [{"name": name, "template": text} for name, text in named.chat_template.items()]
+        config.write_text(json.dumps({**json.loads(config.read_text()), "chat_template": templates}))
+        save_tokenizer(load_tokenizer(str(tmp_path)), tmp_path / "again")
+        tmp_path /= "again"
+    assert load_tokenizer(str(tmp_path)).chat_template == named.chat_template
+    assert AutoTokenizer.from_pretrained(tmp_path).chat_template == named.chat_template
 
 
 def test_a_trained_model_keeps_the_template_it_was_trained_with(checkpoints, make_stage, tmp_path):

@@ -6,7 +6,7 @@ from jinja2 import TemplateError
 from alignment.data.rows.records import Demonstration, choose_turns
 from alignment.data.text import chat
 from alignment.data.text.chat import OTHER_PROMPT, VARIANT
-from alignment.data.text.templates import VARIANTS, chat_format, training_variant
+from alignment.data.text.templates import chat_format
 from alignment.data.tokenize import tokenize_demonstrations
 from alignment.data.tokenizers.train import train_bpe
 from alignment.errors import UserError
@@ -90,9 +90,9 @@ DIALOGUES = [
 @pytest.mark.parametrize("tools", [None, TOOLS])
 def test_our_variant_renders_as_trls(name, dialogue, tools):
     """A dialogue and each beginning of it, with and without the header of a reply."""
-    ours, theirs = training_variant(text_of(name)), text_of(name + SUFFIX)
-    assert ours != text_of(name)
     tokenizer = tokenizer_of(name)
+    ours, theirs = chat_format(tokenizer).training, text_of(name + SUFFIX)
+    assert ours != text_of(name)
 
     def text(template, count, header):
         options = {"tools": tools, "tokenize": False, "add_generation_prompt": header}
@@ -107,13 +107,81 @@ def test_our_variant_renders_as_trls(name, dialogue, tools):
         assert text(ours, count, True) == text(theirs, count, True)
 
 
-def test_other_templates_are_their_own_variant():
-    assert len(VARIANTS) == len(REWRITING)
-    for name in {*NAMES} - REWRITING:
-        assert training_variant(text_of(name)) == text_of(name)
-    assert (
-        training_variant(text_of("qwen3") + "\n") != text_of("qwen3") + "\n"
-    )  # a last line break is no other template
+@pytest.mark.parametrize("name", sorted({*NAMES} - REWRITING))
+def test_other_templates_are_their_own_variant(name):
+    assert chat_format(tokenizer_of(name)).training == text_of(name)
+
+
+KEPT = "loop.last or (not loop.last and reasoning_content)"
+LAST = "loop.index0 == ns.real_last_index or (loop.index0 != ns.real_last_index and reasoning_content)"
+RESPELT = {  # other spellings of the same template
+    "comment": ("{%- if tools %}", "{# ours #}{%- if tools %}"),
+    "system": ("You may call one or more functions", "You can call functions"),
+    "condition": (KEPT, "loop.last or reasoning_content"),
+    "index": (KEPT, LAST),
+}
+
+
+@pytest.mark.parametrize("change", RESPELT)
+def test_a_variant_is_told_by_what_the_template_does(change):
+    """Qwen3's template in other spellings keeps earlier turns as the published one does, after the same note."""
+    tokenizer = tokenizer_of("qwen3")
+    expected = chat_ids(tokenizer, DIALOGUE)
+    old, new = RESPELT[change]
+    tokenizer.chat_template = tokenizer.chat_template.replace(old, new)
+    if change == "index":
+        start = "{%- set ns = namespace("
+        tokenizer.chat_template = tokenizer.chat_template.replace(
+            start, start + "real_last_index=messages|length - 1, "
+        )
+    assert tokenizer.chat_template != text_of("qwen3")
+    assert chat_ids(tokenizer, DIALOGUE) == expected
+    row = Demonstration(DIALOGUE[:-1], REPLIES[2], "r1", DIALOGUE)
+    assert VARIANT in tokenize_demonstrations([row], tokenizer, 1000)[1].noted
+
+
+GLM = (
+    "[gMASK]<sop>{% for m in messages %}<|{{ 'observation' if m.role == 'tool' else m.role }}|>\n{{ m.content }}"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+COHERE = (
+    "{% for m in messages %}<|START_OF_TURN_TOKEN|><|{{ {'user': 'USER', 'tool': 'SYSTEM'}.get(m.role, 'CHATBOT') }}_TOKEN|>"
+    "{% if m.tool_calls %}<|START_ACTION|>{{ m.tool_calls[0].function | tojson }}<|END_ACTION|>"
+    "{% elif m.role == 'assistant' %}<|START_RESPONSE|>{{ m.content }}<|END_RESPONSE|>{% else %}{{ m.content }}{% endif %}"
+    "<|END_OF_TURN_TOKEN|>{% endfor %}<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>"
+)
+LLAMA3 = (
+    "{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content }}<|eot_id|>{% endfor %}"
+    "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}"
+)
+WORDED = "<|START_RESPONSE|>{}<|END_RESPONSE|><|END_OF_TURN_TOKEN|>"
+ODD = {  # a template, EOS, and what counts
+    "the next role ends": (GLM, "</s>", "{}<|user|>"),
+    "a token before EOS": (COHERE, "<|END_OF_TURN_TOKEN|>", WORDED),
+    "always opens a turn": (LLAMA3, "</s>", "{}<|eot_id|>"),
+}
+NAMES_OF_ROLES = [f"<|{name}|>" for name in ("user", "observation", "USER_TOKEN", "SYSTEM_TOKEN", "CHATBOT_TOKEN")]
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_ends_of_odd_templates(case):
+    """One turn and whole dialogues count the same, up to a token at which generation stops."""
+    template, eos, counting = ODD[case]
+    expected = [counting.format(reply) for reply in REPLIES]
+    names = [*NAMES_OF_ROLES, *CONTROL.findall(GLM + COHERE + LLAMA3)]
+    special = tuple(dict.fromkeys(("<s>", "</s>", "<pad>", *names)))
+    tokenizer = train_bpe(["first second third question answer user assistant system get_weather"] * 5, 400, special)
+    tokenizer.chat_template, tokenizer.eos_token = template, eos
+    ids, mask = chat_ids(tokenizer, DIALOGUE)
+    assert spans(tokenizer, ids, mask) == expected
+    [first], _ = tokenize_demonstrations([Demonstration(DIALOGUE[:1], REPLIES[0], "r1")], tokenizer, 1000)
+    assert spans(tokenizer, first.ids, first.mask) == expected[:1]
+    assert first.ids == ids[: len(first.ids)]
+    written = tokenizer.apply_chat_template(DIALOGUE, tokenize=False)
+    assert written.startswith(tokenizer.decode(ids[1:]).removesuffix("<|user|>"))  # the BOS is the tokenizer's
+    if case == "a token before EOS":
+        ids, mask = chat_ids(tokenizer, [USER, CALL, RESULT, DIALOGUE[1]])
+        assert spans(tokenizer, ids, mask)[0].endswith("<|END_ACTION|><|END_OF_TURN_TOKEN|>")
 
 
 @pytest.mark.parametrize("name", NAMES)

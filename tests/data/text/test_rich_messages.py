@@ -77,7 +77,7 @@ def test_reasoning_that_a_template_leaves_out_is_noted(qwen):
 @pytest.mark.parametrize(
     ("messages", "tools", "why"),
     [
-        (DIALOGUE[:2], None, "does not render the reply"),
+        (DIALOGUE[:2], None, "leaves out the tool calls of message 1"),
         ([USER, DONE], TOOLS, "leaves out the definition of tool 'get_weather'"),
     ],
 )
