@@ -26,8 +26,8 @@ from alignment.errors import UserError, suggest
 MAX_TEMPLATE_CHARACTERS = 200_000
 # The conditions by which Qwen3's template and its many kin leave out the reasoning of earlier turns, or an empty block of it
 DROPS = re.compile(r"loop\.index0 > ns\.\w+|loop\.(?:last|index0 == ns\.\w+) or [^%]*reasoning_content\)?")
-# GLM's templates end a reply by the token of the next role, so the last one by none
 HEADER = re.compile(r"(?=\{%-?\s*if add_generation_prompt(?!.*if add_generation_prompt))", re.DOTALL)
+# GLM's templates end a reply by the token of the next role, so the last one by none
 END_BY_ROLE = (
     "{%- if messages[-1].role == 'assistant' -%}"
     "{{ '<|observation|>' if messages[-1].tool_calls else '<|user|>' }}{%- endif -%}"
@@ -107,9 +107,9 @@ def chat_format(tokenizer: Tokenizer, tools: object = None) -> ChatFormat:
     template = template_of(tokenizer, tools)
     if not template:
         raise UserError(
-            f"{tokenizer.name_or_path or 'this tokenizer'}: messages need a chat template and there is none, or none named default; set "
-            "chat_template to a name (chatml, llama3, ...) or a file, save one as chat_template.jinja beside "
-            "tokenizer.json, or write the prompts as plain text"
+            f"{tokenizer.name_or_path or 'this tokenizer'}: messages need a chat template and there is none, or none "
+            "named default; set chat_template to a name (chatml, llama3, ...) or a file, save one as chat_template.jinja "
+            "beside tokenizer.json, or write the prompts as plain text"
         )
     if len(template) > MAX_TEMPLATE_CHARACTERS:
         raise UserError(f"{name_of(tokenizer)} has {len(template)} characters; {MAX_TEMPLATE_CHARACTERS} are allowed")

@@ -404,9 +404,10 @@ def hub(monkeypatch):
 
     calls = []
 
-    def load(*names, split):
+    def load(*names, split, streaming=False):
         calls.append((*names, split))
-        return datasets.Dataset.from_list([{"prompt": f"{split} {n}", "completion": "ok"} for n in range(3)])
+        rows = datasets.Dataset.from_list([{"prompt": f"{split} {n}", "completion": "ok"} for n in range(9)])
+        return rows.to_iterable_dataset() if streaming else rows
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     return calls
@@ -417,14 +418,14 @@ def hub(monkeypatch):
     [
         ("owner/name", ("owner/name", "train"), "owner/name[train]:1"),
         ("owner/name[test]", ("owner/name", "test"), "owner/name[test]:1"),
-        ("owner/name[test[:3]]", ("owner/name", "test[:3]"), "owner/name[test[:3]]:1"),
+        ("owner/name[test[:3]]", ("owner/name", "test"), "owner/name[test[:3]]:1"),
         ("owner/name:en[test]", ("owner/name", "en", "test"), "owner/name:en[test]:1"),
         ("owner/name:en", ("owner/name", "en", "train"), "owner/name:en[train]:1"),
     ],
 )
 def test_a_hub_source_may_name_its_config_and_split(hub, source, call, place):
     records, _ = read_rows(source, DEMO)
-    assert hub == [call] and records[0].row_id == place
+    assert hub == [call] and records[0].row_id == place and len(records) == (3 if "[:3]" in source else 9)
 
 
 @pytest.mark.parametrize(
