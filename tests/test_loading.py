@@ -73,7 +73,9 @@ def test_only_safe_files_are_fetched_from_the_hub(checkpoints, monkeypatch):
 
 def test_a_model_of_the_hub_is_asked_for_once_a_process(checkpoints, monkeypatch):
     asked = []
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *names, **_: asked.append(names) or checkpoints["llama"])
+    monkeypatch.setattr(
+        "huggingface_hub.snapshot_download", lambda *names, **_: asked.append(names) or checkpoints["llama"]
+    )
     assert load_model("someone/model").source == load_model("someone/model").source
     assert len(asked) == 1
 

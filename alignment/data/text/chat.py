@@ -315,7 +315,7 @@ def _plain_plan(chat: ChatFormat, turn: _Turn, notes: tuple[str, ...] = ()) -> T
         inside = again[0] if again else chat.prefilled
         content, repeated = without_prefill(chat, content)
         closes = bool(chat.closing) and chat.closing in content
-        notes += repeated or ((INSIDE.format(inside),) if inside.strip() and not closes else ())
+        notes += repeated or ((INSIDE.format(inside),) if inside and not closes else ())
     return TextPlan([Segment([Piece(content, after=after)], True, turn.end)], notes)
 
 
@@ -327,7 +327,8 @@ def _turn_plan(
     response, message, plain = turn.reply["content"], dialogue.messages[-1], is_plain(turn.reply)
     found = find_turn(chat, message, closed, opened=opened, closed=closed)
     follows = _continues(chat, turn)
-    if isinstance(found, str) and (turn.reply.get("tool_calls") or (plain and (chat.end is None or not follows))):
+    unlike = plain and (chat.end is None or chat.writes_around or not follows)
+    if isinstance(found, str) and (unlike or turn.reply.get("tool_calls")):
         why = UNLIKE if plain else NO_CALLS
         raise UserError(f"{name_of(tokenizer)} {why.format(len(turn.prompt))}")
     if isinstance(found, str) or (found.start != len(opened) and follows):

@@ -43,6 +43,11 @@ CALL: Message = {
     "tool_calls": [{"type": "function", "id": "call00001", "function": {"name": PROBE, "arguments": {"a": PROBE}}}],
 }
 
+TOOL = {
+    "type": "function",
+    "function": {"name": "tool", "description": "tool", "parameters": {"type": "object", "properties": {}}},
+}
+
 Value = TypeVar("Value")
 
 
@@ -51,6 +56,7 @@ class ChatFormat:
     """A chat template and its conventions, found by rendering a few short dialogues."""
 
     template: str
+    needs_tools: bool = False  # it renders no dialogue without tools
     as_parts: bool = False  # a message's content goes to it as a list of parts, since it cannot read a plain text
     arguments_as_text: bool = False  # the arguments of a tool call go to it as JSON text, since it reads no object
     end: str | None = None  # the control token right after the assistant's words and `tail`; None: it writes none
@@ -124,7 +130,7 @@ def chat_format(tokenizer: Tokenizer, tools: object = None) -> ChatFormat:
 def _probe(template: str, special: str, controls: tuple[str, ...]) -> ChatFormat:
     variables = json.loads(special)
     plain = ChatFormat(template, training=template, controls=controls)
-    for chat in (plain, replace(plain, as_parts=True)):
+    for chat in (plain, replace(plain, as_parts=True), replace(plain, needs_tools=True)):
         base, opened, closed = _probe_texts(chat, [HELLO, REPLY], ((1, False), (1, True), (2, False)), variables)
         if PROBE in closed:
             break
@@ -174,7 +180,8 @@ def _probe_texts(
     chat: ChatFormat, messages: Messages, cuts: tuple[Cut, ...], special: Mapping[str, object]
 ) -> list[str]:
     """The texts of a short dialogue; empty ones where the template fails on it."""
-    [answer] = render_tasks(chat.template, [RenderTask(chat.as_read(messages), cuts)], special)
+    task = RenderTask(chat.as_read(messages), cuts, [TOOL] if chat.needs_tools else None)
+    [answer] = render_tasks(chat.template, [task], special)
     if isinstance(answer, TemplateEnded):
         raise answer
     return [""] * len(cuts) if isinstance(answer, RenderError) else answer

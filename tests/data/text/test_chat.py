@@ -62,6 +62,15 @@ def test_h02_dialogue_with_a_template_without_end_token_is_refused(chatml, templ
         chat.encode_response(chatml, "the mat", [{"role": "user", "content": "$46"}])
 
 
+def test_a_reply_is_refused_whose_words_cannot_stand_behind_the_header(chatml, templates):
+    """Kimi's way: the header opens a block of thoughts, and a turn closes that and opens one of words."""
+    chatml.chat_template = templates["chatml"].replace(
+        "message['content'] }}<|im_end|>", "'</s>' + message['content'] }}<pad>words<pad><|im_end|>"
+    )
+    with pytest.raises(UserError, match="does not render the reply"):
+        chat.encode_response(chatml, "the mat", [USER])
+
+
 def test_tokenizer_without_end_token_is_refused(metaspace):
     metaspace = type(metaspace)(tokenizer_object=metaspace.backend_tokenizer)
     with pytest.raises(UserError, match="names no end token"):

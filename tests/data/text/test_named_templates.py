@@ -83,9 +83,10 @@ def test_a_file_is_a_template_too_and_must_end_a_turn(words, tmp_path):
 
 
 TOOLS = [{"type": "function", "function": {"name": "look", "description": "d", "parameters": {}}}]
-# For rows with tools, in another format with another end
+# For rows with tools, without which it fails, in another format with another end
 WITH_TOOLS = (
-    "{{ tools | tojson }}{% for m in messages %}{{ '<|start_header_id|>' + m.role + '<|end_header_id|>' + m.content + '<|eot_id|>' }}"
+    "{% for t in tools %}{{ t | tojson }}{% endfor %}"
+    "{% for m in messages %}{{ '<|start_header_id|>' + m.role + '<|end_header_id|>' + m.content + '<|eot_id|>' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>' }}{% endif %}"
 )  # fmt: skip
 
