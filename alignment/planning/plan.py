@@ -221,8 +221,10 @@ def smaller_settings(plan: Plan) -> str:
     row, _ = token_range(plan.config, workload_of(plan.config, plan.near), plan.layout, plan.device, plan.data)
     gpus = 2 * plan.layout.gpus if plan.layout.sharded else max(MACHINE_GPUS, plan.layout.gpus)
     more_gpus = f"--gpus {gpus} --launch launch/fsdp2"
+    side_by_side = getattr(plan.config, "micro_rollout_batch_size", 1)
+    fewer = [f"micro_rollout_batch_size={side_by_side // parts}" for parts in (2, 4, 8) if side_by_side >= parts]
     saving = []
-    for change in ("training.gradient_checkpointing=true", f"{MICRO_BATCH}{row}", *SMALLER, more_gpus):
+    for change in (*fewer, "training.gradient_checkpointing=true", f"{MICRO_BATCH}{row}", *SMALLER, more_gpus):
         smaller = _changed(plan, change, row, gpus)
         saved = 0 if smaller is None else plan.needed - smaller.needed
         if smaller is not None and saved > LEAST_SAVING * plan.needed:

@@ -364,6 +364,19 @@ def test_advice_names_what_saves_and_what_then_fits(base):
     assert "saves" in advice_of(make_plan(auto, Layout(), replace(GPU, memory=10**8)))
 
 
+def test_advice_for_a_peak_in_sampling_begins_with_fewer_responses(base):
+    config = PPOConfig(
+        policy=base, reward_model=base, data=DataConfig("nowhere.jsonl", max_length=64), output="out",
+        max_new_tokens=960, micro_rollout_batch_size=256, training=TrainingConfig(batch_size=256, micro_batch_tokens=1024),
+    )  # fmt: skip
+    plan = make_plan(config, Layout(), GPU)
+    assert plan.peak.phase == "sampling"
+    needed = make_plan(replace(config, micro_rollout_batch_size=128), Layout(), GPU).needed
+    assert "missing; micro_rollout_batch_size=128 saves" in advice_of(
+        make_plan(config, Layout(), replace(GPU, memory=needed))
+    )
+
+
 @pytest.mark.parametrize(
     ("keys", "stage"),
     [
