@@ -1,0 +1,130 @@
+"""Win rates of several training runs that differ by their seed: one interval, with prompts and seeds both random.
+
+An interval over prompts alone says how another set of prompts would judge the same checkpoints. Intervals of one
+checkpoint are in winrate.py.
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from alignment.errors import UserError
+from alignment.evaluation.winrate import Z_95, cluster_numbers, paired_interval
+
+LEAST_WIDTH = 0.6  # of the interval over prompts alone, see `crossed_interval`
+
+
+@dataclass(frozen=True)
+class SeedsWinRate:
+    """Mean win rate of several seeds with its 95 % interval over prompts and seeds."""
+
+    rate: float  # mean over all seeds and prompts
+    low: float
+    high: float
+    seeds: int
+    prompts: int  # independent ones
+    standard_error: float  # of the rate; 0 where nothing varies
+    degrees_of_freedom: float  # of Student's t
+    seed_deviation: float  # standard deviation of the seeds' true rates, without the noise of prompts
+    rates: list[float]  # of each seed
+
+
+def seeds_win_rate(
+    outcomes: ArrayLike, *, inconsistent: int = 0, clusters: Sequence[Hashable] | None = None
+) -> SeedsWinRate:
+    """Mean win rate of several seeds on the same prompts, with the interval of `crossed_interval`.
+
+    Where nothing varies, as in a rate of 1, the interval is Wilson's of as many items as there are prompts.
+
+    Args:
+        outcomes: 1.0 won, 0.5 tied, 0.0 lost, or probabilities, [S, P], a row for each seed.
+        inconsistent: outcomes among the ties whose two orders contradict each other; they widen the interval as in
+            `win_rate`.
+        clusters: name of each column's cluster, such as its prompt, [P]; None: each column is its own.
+
+    Raises:
+        UserError: values outside [0, 1], fewer than two seeds or two different prompts.
+    """
+    table = np.asarray(outcomes, float)
+    if table.ndim != 2 or len(table) < 2 or not ((table >= 0) & (table <= 1)).all():
+        raise UserError(
+            f"outcomes: an array of shape {table.shape}; give values in [0, 1], a row for each of two or more seeds on "
+            "the same prompts; the interval of a single seed is that of `win_rate`"
+        )
+    numbers = cluster_numbers(range(table.shape[1]) if clusters is None else clusters)
+    shape = (len(table), len(set(numbers)))
+    if shape[1] < 2:
+        raise UserError("outcomes: of one prompt; an interval over prompts and seeds needs two different ones")
+    rate = float(table.mean())
+    sums = np.zeros(shape)
+    np.add.at(sums, (slice(None), numbers), table - rate)
+    squares = mean_squares(sums * (shape[1] / table.shape[1]))
+    spread = max(float(squares[0] - squares[2]), 0.0) / shape[1]
+    tosses = inconsistent / 4 * sums.size / table.size**2  # a toss of a coin varies by 1/4, in each mean square
+    decided = max(1 - inconsistent / table.size, 1 / table.size)
+    low, high, error, degrees = map(float, crossed_interval(rate, (squares + tosses) / decided, shape))
+    if error < 1e-9:
+        low, high = paired_interval(rate * shape[1], (1 - rate) * shape[1], shape[1])
+    return SeedsWinRate(rate, low, high, *shape, error, degrees, spread**0.5, table.mean(1).tolist())
+
+
+def mean_squares(cells: np.ndarray) -> np.ndarray:
+    """Mean squares of seeds, of prompts and of the residual, [3, ...], of each table [S, C] in `cells`, [..., S, C].
+
+    With m the mean of all cells, m_s that of a seed and m_p that of a prompt:
+
+        seeds     C sum_s (m_s - m)^2 / (S - 1)
+        prompts   S sum_p (m_p - m)^2 / (C - 1)
+        residual  sum_sp (x_sp - m_s - m_p + m)^2 / ((S - 1) (C - 1))
+    """
+    seeds, count = cells.shape[-2:]
+    centered = cells - cells.mean((-2, -1), keepdims=True)
+    by_seed = centered.mean(-1, keepdims=True)
+    by_prompt = centered.mean(-2, keepdims=True)
+    residual = ((centered - by_seed - by_prompt) ** 2).sum((-2, -1))
+    return np.stack(
+        [
+            count * (by_seed**2).sum((-2, -1)) / (seeds - 1),
+            seeds * (by_prompt**2).sum((-2, -1)) / (count - 1),
+            residual / ((seeds - 1) * (count - 1)),
+        ]
+    )
+
+
+def crossed_interval(rate: ArrayLike, squares: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
+    """95 % interval of a mean rate over S seeds and C prompts, both of them samples.
+
+    The variance of the mean is sigma_seed^2 / S + sigma_prompt^2 / C + sigma_error^2 / (S C). Without bias it is
+
+        v = (MS_seeds + MS_prompts - MS_residual) / (S C)
+
+    Student's t has df = (MS_seeds + MS_prompts - MS_residual) / (MS_seeds / (S - 1) + MS_prompts / (C - 1)), at least
+    min(S, C) - 1. Satterthwaite's df has the squares of these sums and terms; of 3 seeds its intervals are too narrow,
+    since three seeds hardly know their own spread. Seeds that agree by chance make v small, or below 0: the half width
+    t sqrt(v) is at least 0.6 of that over prompts alone, 1.96 sqrt(MS_prompts / (S C)). The interval is that of the log
+    odds, logit(rate) +- half / (rate (1 - rate)). `scripts/seeds_coverage.py` measures how often it holds the truth.
+
+    Args:
+        rate: mean of the outcomes, a number or an array.
+        squares: mean squares of seeds, prompts and residual, [3, ...].
+        shape: S and C.
+
+    Returns:
+        Low, high, standard error and df, [4, ...].
+
+    Source: the variance: Cameron, Gelbach and Miller 2011, Journal of Business & Economic Statistics 29, 238-249
+    (two-way clusters); t: Satterthwaite 1946, Biometrics Bulletin 2, 110-114, and Hillis 2007, Statistics in Medicine
+    26, 596-619 (readers and cases, for seeds and prompts).
+    """
+    from scipy.special import expit, logit, stdtrit
+
+    seeds, prompts, residual = squares / (shape[0] * shape[1])
+    variance = np.maximum(seeds + prompts - residual, 0.0)
+    unknown = seeds / (shape[0] - 1) + prompts / (shape[1] - 1)
+    degrees = np.maximum(variance / np.maximum(unknown, 1e-99), min(shape) - 1)
+    t = stdtrit(degrees, 0.975)
+    half = np.maximum(t * np.sqrt(variance), LEAST_WIDTH * Z_95 * np.sqrt(prompts))
+    side = half / np.maximum(rate * np.subtract(1, rate), 1e-99)
+    return np.stack([expit(logit(rate) - side), expit(logit(rate) + side), half / t, degrees])
