@@ -19,7 +19,7 @@ import numpy as np
 from scipy.optimize import brentq
 from scipy.special import ndtr, ndtri
 
-from alignment.evaluation.seeds import crossed_interval, mean_squares
+from alignment.evaluation.seeds import crossed_interval
 
 SEEDS = (3, 5, 10)
 PROMPTS = (100, 300, 1000)
@@ -82,9 +82,24 @@ def coverage(cell: Cell, draws: int, random: np.random.Generator) -> float:
         prompt_effect = cell.strength * random.standard_normal((count, 1, cell.prompts), dtype=np.float32)
         noise = random.standard_normal((count, cell.seeds, cell.prompts), dtype=np.float32)
         wins = (mean + seed_effect + prompt_effect + noise > 0).astype(float)
-        low, high, *_ = crossed_interval(wins.mean((1, 2)), mean_squares(wins), (cell.seeds, cell.prompts))
+        parts = mean_squares(wins) / (cell.seeds * cell.prompts)
+        low, high, *_ = crossed_interval(wins.mean((1, 2)), parts, (cell.seeds, cell.prompts))
         held += int(((low <= cell.rate) & (cell.rate <= high)).sum())
     return held / draws
+
+
+def mean_squares(cells: np.ndarray) -> np.ndarray:
+    """Mean squares of seeds, of prompts and of the residual, [3, ...], of each table [S, P] in `cells`, [..., S, P]."""
+    seeds, count = cells.shape[-2:]
+    centered = cells - cells.mean((-2, -1), keepdims=True)
+    by_seed = centered.mean(-1, keepdims=True)
+    by_prompt = centered.mean(-2, keepdims=True)
+    residual = ((centered - by_seed - by_prompt) ** 2).sum((-2, -1))
+    return np.stack([
+        count * (by_seed**2).sum((-2, -1)) / (seeds - 1),
+        seeds * (by_prompt**2).sum((-2, -1)) / (count - 1),
+        residual / ((seeds - 1) * (count - 1)),
+    ])  # fmt: skip
 
 
 def table(found: dict[Cell, float]) -> Iterator[str]:

@@ -12,6 +12,7 @@ from alignment.errors import UserError
 from alignment.evaluation.judge_config import WinRateConfig
 from alignment.evaluation.judges import JudgeResult, judged_prompts
 from alignment.evaluation.length_control import length_controlled_win_rate
+from alignment.evaluation.seeds import seeds_win_rate
 from alignment.evaluation.winrate import TIE, cluster_numbers, detectable_difference, sign_test
 from alignment.files import read_json_object
 
@@ -28,6 +29,21 @@ KINSHIP = (  # of a language model, and of a reward model
 def judgment_figures(result: JudgeResult) -> dict[str, Any]:
     """Figures of one comparison for `results.json`."""
     return {name: value for name, value in asdict(result).items() if name not in ("verdicts", "contradictory")}
+
+
+def win_rate_figures(result: JudgeResult, prompts: Sequence[Prompt]) -> dict[str, Any]:
+    """The win rate; of several seeds, whose verdicts on `prompts` stand one after another, that over prompts and seeds.
+
+    A prompt on which a seed has no verdict is left out of it: `n` counts all verdicts, `prompts` the prompts that are left.
+    """
+    figures = asdict(result.win_rate)
+    table = np.array(result.verdicts, float).reshape(-1, len(prompts))
+    if len(table) > 1:
+        judged = ~np.isnan(table).any(0)
+        tosses = np.reshape(result.contradictory, table.shape)[:, judged].sum()
+        clusters = judged_prompts(prompts, [True if known else None for known in judged])
+        figures |= asdict(seeds_win_rate(table[:, judged], inconsistent=int(tosses), clusters=clusters))
+    return figures
 
 
 def comparison_figures(

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from alignment.errors import UserError
-from alignment.evaluation.winrate import Z_95, cluster_numbers, paired_interval
+from alignment.evaluation.winrate import Z_95, clustered_error, paired_interval
 
 LEAST_WIDTH = 0.6  # of the interval over prompts alone, see `crossed_interval`
 
@@ -53,52 +53,39 @@ def seeds_win_rate(
             f"outcomes: an array of shape {table.shape}; give values in [0, 1], a row for each of two or more seeds on "
             "the same prompts; the interval of a single seed is that of `win_rate`"
         )
-    numbers = cluster_numbers(range(table.shape[1]) if clusters is None else clusters)
-    shape = (len(table), len(set(numbers)))
-    if shape[1] < 2:
+    seeds = len(table)
+    prompts = list(range(table.shape[1]) if clusters is None else clusters) * seeds
+    seed_of = np.repeat(range(seeds), table.shape[1]).tolist()
+    values = table.ravel()
+    by_seed, _ = clustered_error(values, seed_of, tosses=inconsistent)
+    by_prompt, count = clustered_error(values, prompts, tosses=inconsistent)
+    if count < 2:
         raise UserError("outcomes: of one prompt; an interval over prompts and seeds needs two different ones")
+    by_cell, cells = clustered_error(values, list(zip(seed_of, prompts, strict=True)), tosses=inconsistent)
+    left = by_cell**2 * (cells - 1) - by_seed**2 * (seeds - 1) - by_prompt**2 * (count - 1)
+    parts = np.array([by_seed**2, by_prompt**2, left / (cells - seeds - count + 1)])
+    spread = max(float(parts[0] - parts[2]), 0.0) * seeds
     rate = float(table.mean())
-    sums = np.zeros(shape)
-    np.add.at(sums, (slice(None), numbers), table - rate)
-    squares = mean_squares(sums * (shape[1] / table.shape[1]))
-    spread = max(float(squares[0] - squares[2]), 0.0) / shape[1]
-    tosses = inconsistent / 4 * sums.size / table.size**2  # a toss of a coin varies by 1/4, in each mean square
     decided = max(1 - inconsistent / table.size, 1 / table.size)
-    low, high, error, degrees = map(float, crossed_interval(rate, (squares + tosses) / decided, shape))
+    low, high, error, degrees = map(float, crossed_interval(rate, parts / decided, (seeds, count)))
     if error < 1e-9:
-        low, high = paired_interval(rate * shape[1], (1 - rate) * shape[1], shape[1])
-    return SeedsWinRate(rate, low, high, *shape, error, degrees, spread**0.5, table.mean(1).tolist())
+        low, high = paired_interval(rate * count, (1 - rate) * count, count)
+    return SeedsWinRate(rate, low, high, seeds, count, error, degrees, spread**0.5, table.mean(1).tolist())
 
 
-def mean_squares(cells: np.ndarray) -> np.ndarray:
-    """Mean squares of seeds, of prompts and of the residual, [3, ...], of each table [S, C] in `cells`, [..., S, C].
-
-    With m the mean of all cells, m_s that of a seed and m_p that of a prompt:
-
-        seeds     C sum_s (m_s - m)^2 / (S - 1)
-        prompts   S sum_p (m_p - m)^2 / (C - 1)
-        residual  sum_sp (x_sp - m_s - m_p + m)^2 / ((S - 1) (C - 1))
-    """
-    seeds, count = cells.shape[-2:]
-    centered = cells - cells.mean((-2, -1), keepdims=True)
-    by_seed = centered.mean(-1, keepdims=True)
-    by_prompt = centered.mean(-2, keepdims=True)
-    residual = ((centered - by_seed - by_prompt) ** 2).sum((-2, -1))
-    return np.stack(
-        [
-            count * (by_seed**2).sum((-2, -1)) / (seeds - 1),
-            seeds * (by_prompt**2).sum((-2, -1)) / (count - 1),
-            residual / ((seeds - 1) * (count - 1)),
-        ]
-    )
-
-
-def crossed_interval(rate: ArrayLike, squares: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
+def crossed_interval(rate: ArrayLike, parts: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
     """95 % interval of a mean rate over S seeds and C prompts, both of them samples.
 
     The variance of the mean is sigma_seed^2 / S + sigma_prompt^2 / C + sigma_error^2 / (S C). Without bias it is
 
         v = (MS_seeds + MS_prompts - MS_residual) / (S C)
+
+    with the mean squares of the two-way table without replication, m being the mean of all cells, m_s that of a seed and
+    m_p that of a prompt:
+
+        MS_seeds     C sum_s (m_s - m)^2 / (S - 1)
+        MS_prompts   S sum_p (m_p - m)^2 / (C - 1)
+        MS_residual  sum_sp (x_sp - m_s - m_p + m)^2 / ((S - 1) (C - 1))
 
     Student's t has df = (MS_seeds + MS_prompts - MS_residual) / (MS_seeds / (S - 1) + MS_prompts / (C - 1)), at least
     min(S, C) - 1. Satterthwaite's df has the squares of these sums and terms; of 3 seeds its intervals are too narrow,
@@ -108,7 +95,7 @@ def crossed_interval(rate: ArrayLike, squares: np.ndarray, shape: tuple[int, int
 
     Args:
         rate: mean of the outcomes, a number or an array.
-        squares: mean squares of seeds, prompts and residual, [3, ...].
+        parts: mean squares of seeds, prompts and residual, each divided by S C, [3, ...].
         shape: S and C.
 
     Returns:
@@ -120,7 +107,7 @@ def crossed_interval(rate: ArrayLike, squares: np.ndarray, shape: tuple[int, int
     """
     from scipy.special import expit, logit, stdtrit
 
-    seeds, prompts, residual = squares / (shape[0] * shape[1])
+    seeds, prompts, residual = parts
     variance = np.maximum(seeds + prompts - residual, 0.0)
     unknown = seeds / (shape[0] - 1) + prompts / (shape[1] - 1)
     degrees = np.maximum(variance / np.maximum(unknown, 1e-99), min(shape) - 1)

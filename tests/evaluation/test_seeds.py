@@ -10,10 +10,9 @@ from scipy.stats import t
 
 from alignment.errors import UserError
 from alignment.evaluation import seeds_win_rate, win_rate
-from alignment.evaluation.seeds import mean_squares
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-from seeds_coverage import Cell, coverage
+from seeds_coverage import Cell, coverage, mean_squares
 
 TABLE = [[1.0, 1.0, 0.0, 1.0], [1.0, 0.0, 0.0, 0.0]]
 
