@@ -47,30 +47,29 @@ def seeds_win_rate(
     Raises:
         UserError: values outside [0, 1], fewer than two seeds or two different prompts.
     """
-    table = np.asarray(outcomes, float)
-    if table.ndim != 2 or len(table) < 2 or not ((table >= 0) & (table <= 1)).all():
+    table = np.atleast_2d(np.asarray(outcomes, float))
+    if len(table) < 2 or not ((table >= 0) & (table <= 1)).all():
         raise UserError(
             f"outcomes: an array of shape {table.shape}; give values in [0, 1], a row for each of two or more seeds on "
             "the same prompts; the interval of a single seed is that of `win_rate`"
         )
-    seeds = len(table)
-    prompts = list(range(table.shape[1]) if clusters is None else clusters) * seeds
-    seed_of = np.repeat(range(seeds), table.shape[1]).tolist()
-    values = table.ravel()
-    by_seed, _ = clustered_error(values, seed_of, tosses=inconsistent)
-    by_prompt, count = clustered_error(values, prompts, tosses=inconsistent)
-    if count < 2:
+    seeds, width = table.shape
+    names = range(width) if clusters is None else clusters
+    cells = [(seed, name) for seed in range(seeds) for name in names]
+    (by_seed, _), (by_prompt, prompts), (by_cell, count) = (
+        clustered_error(table.ravel(), groups, tosses=inconsistent) for groups in (*zip(*cells, strict=True), cells)
+    )
+    if prompts < 2:
         raise UserError("outcomes: of one prompt; an interval over prompts and seeds needs two different ones")
-    by_cell, cells = clustered_error(values, list(zip(seed_of, prompts, strict=True)), tosses=inconsistent)
-    left = by_cell**2 * (cells - 1) - by_seed**2 * (seeds - 1) - by_prompt**2 * (count - 1)
-    parts = np.array([by_seed**2, by_prompt**2, left / (cells - seeds - count + 1)])
+    rest = by_cell**2 * (count - 1) - by_seed**2 * (seeds - 1) - by_prompt**2 * (prompts - 1)
+    parts = np.array([by_seed**2, by_prompt**2, rest / (seeds - 1) / (prompts - 1)])
     spread = max(float(parts[0] - parts[2]), 0.0) * seeds
     rate = float(table.mean())
-    decided = max(1 - inconsistent / table.size, 1 / table.size)
-    low, high, error, degrees = map(float, crossed_interval(rate, parts / decided, (seeds, count)))
+    decided = max(table.size - inconsistent, 1) / table.size
+    low, high, error, degrees = map(float, crossed_interval(rate, parts / decided, (seeds, prompts)))
     if error < 1e-9:
-        low, high = paired_interval(rate * count, (1 - rate) * count, count)
-    return SeedsWinRate(rate, low, high, seeds, count, error, degrees, spread**0.5, table.mean(1).tolist())
+        low, high = paired_interval(rate * prompts, (1 - rate) * prompts, prompts)
+    return SeedsWinRate(rate, low, high, seeds, prompts, error, degrees, spread**0.5, table.mean(1).tolist())
 
 
 def crossed_interval(rate: ArrayLike, parts: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
@@ -91,7 +90,7 @@ def crossed_interval(rate: ArrayLike, parts: np.ndarray, shape: tuple[int, int])
     min(S, C) - 1. Satterthwaite's df has the squares of these sums and terms; of 3 seeds its intervals are too narrow,
     since three seeds hardly know their own spread. Seeds that agree by chance make v small, or below 0: the half width
     t sqrt(v) is at least 0.6 of that over prompts alone, 1.96 sqrt(MS_prompts / (S C)). The interval is that of the log
-    odds, logit(rate) +- half / (rate (1 - rate)). `scripts/seeds_coverage.py` measures how often it holds the truth.
+    odds, logit(rate) +- half / mean_s(m_s (1 - m_s)). `scripts/seeds_coverage.py` measures how often it holds the truth.
 
     Args:
         rate: mean of the outcomes, a number or an array.
@@ -113,5 +112,6 @@ def crossed_interval(rate: ArrayLike, parts: np.ndarray, shape: tuple[int, int])
     degrees = np.maximum(variance / np.maximum(unknown, 1e-99), min(shape) - 1)
     t = stdtrit(degrees, 0.975)
     half = np.maximum(t * np.sqrt(variance), LEAST_WIDTH * Z_95 * np.sqrt(prompts))
-    side = half / np.maximum(rate * np.subtract(1, rate), 1e-99)
+    slope = rate * np.subtract(1, rate) - (shape[0] - 1) * seeds
+    side = half / np.maximum(slope, 1e-99)
     return np.stack([expit(logit(rate) - side), expit(logit(rate) + side), half / t, degrees])

@@ -19,7 +19,7 @@ from alignment.evaluation.judge_faults import (
     length_warnings,
     parent_warnings,
     position_warnings,
-    win_rate_figures,
+    rate_over_seeds,
 )
 from alignment.evaluation.judges import build_judge, compare, gold_scores, score_judge
 from alignment.evaluation.language_loss import compare_pairs, loss_on_rows, masked_log_probs, pair_log_probs
@@ -86,7 +86,7 @@ def run(config: WinRateConfig) -> Path:
             measure_responses(own, model, responses, prompts, scorer=proxy, texts=texts, log_probs=log_probs)
             for model, own in seed_rounds(plan, name)
         ]
-        models[name] = measured[0] if len(measured) == 1 else mean_figures(measured) | {"seeds": measured}
+        models[name] = measured[0] if len(measured) == 1 else means_over_seeds(measured) | {"seeds": measured}
     judging, warnings = judge_responses(plan, prompts, responses, judge, scorers)
     warnings = [*parent_warnings(config, hashes), *cut_warnings(config, models), *warnings]
     for name, figures in judging["models"].items():
@@ -184,13 +184,13 @@ def measure_responses(
     return result
 
 
-def mean_figures(seeds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def means_over_seeds(seeds: Sequence[Mapping[str, object]]) -> dict[str, Any]:
     """Means over the seeds of the numbers that all have; intervals, which are over prompts alone, are left out."""
     means: dict[str, Any] = {}
     for key, value in seeds[0].items():
-        values = [figures[key] for figures in seeds if key in figures]
+        values: list[Any] = [figures[key] for figures in seeds if key in figures]
         if isinstance(value, dict):
-            means[key] = mean_figures(values)
+            means[key] = means_over_seeds(values)
         elif isinstance(value, int | float) and len(values) == len(seeds):
             means[key] = fmean(values)
     return means
@@ -248,12 +248,10 @@ def judge_responses(
     figures: dict[str, dict[str, Any]] = {}
     warnings: list[str] = []
     for name in [name for name in config.contestants if name != config.baseline]:
-        pairs, models = met_responses(config, [name], prompts, responses)
+        pairs, models = paired_responses(config, [name], prompts, responses)
         compared = compare(*pairs, judge, max_failed_share=config.max_failed_share, models=models)
         figures[name] = judgment_figures(compared) | comparison_figures(*pairs, compared)
-        figures[name]["win_rate"] = win_rate_figures(compared, prompts)
-        if len(pairs[0]) > len(prompts):  # these two know prompts alone
-            del figures[name]["sign_test"], figures[name]["detectable_difference"]
+        figures[name]["win_rate"] = rate_over_seeds(compared, prompts)
         if config.labels is not None:
             corrected = corrected_by_people(Path(config.labels), *pairs, compared.verdicts)
             figures[name]["by_people"] = corrected
@@ -266,12 +264,12 @@ def judge_responses(
         if config.reward_models:
             members = {source: score_judge(scorers[source], config.tie_margin) for source in config.reward_models}
             rates = {
-                source: win_rate_figures(compare(*pairs, each, max_failed_share=config.max_failed_share), prompts)
+                source: rate_over_seeds(compare(*pairs, each, max_failed_share=config.max_failed_share), prompts)
                 for source, each in members.items()
             }
             found = [rate["rate"] for rate in rates.values()]
             figures[name] |= {"by_judge": rates, "judge_spread": max(found) - min(found)}
-    tests = [own["sign_test"] for own in figures.values() if "sign_test" in own]
+    tests = [own["sign_test"] for own in figures.values()]
     for test, adjusted in zip(tests, holm([test["p"] for test in tests]), strict=True):
         test["holm"] = adjusted
     if isinstance(judge, PeopleJudge):
@@ -279,7 +277,7 @@ def judge_responses(
     return {"models": figures, "calls": judge.usage()}, warnings + judge.faults()
 
 
-def met_responses(
+def paired_responses(
     config: WinRateConfig, names: Sequence[str], prompts: list[Prompt], responses: Responses
 ) -> tuple[tuple[list[Prompt], list[str], list[str]], list[tuple[str, str]]]:
     """The prompts, the contestants' responses and the baseline's that each meets, and the names of both models.
@@ -295,7 +293,7 @@ def met_responses(
 def write_form(config: WinRateConfig, path: Path, prompts: list[Prompt], responses: Responses) -> NoReturn:
     """Write every comparison as a form for people, and end there by raising `FormWritten`."""
     others = [name for name in config.contestants if name != config.baseline]
-    pairs, _ = met_responses(config, others, prompts, responses)
+    pairs, _ = paired_responses(config, others, prompts, responses)
     note_form(Path(config.output), path)
     write_annotation_form(path, *pairs)
     raise FormWritten(

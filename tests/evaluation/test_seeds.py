@@ -28,7 +28,7 @@ def test_a_table_of_two_seeds_and_four_prompts_by_hand():
     assert (result.rate, result.seeds, result.prompts, result.rates) == (0.5, 2, 4, [0.75, 0.25])
     assert (result.standard_error, result.seed_deviation) == pytest.approx((12**-0.5, 12**-0.5))
     assert result.degrees_of_freedom == pytest.approx(12 / 11)
-    half = t.ppf(0.975, 12 / 11) * 12**-0.5 / 0.25  # of the log odds
+    half = t.ppf(0.975, 12 / 11) * 12**-0.5 / (3 / 16)  # of the log odds, by the mean of 3/4 1/4 and 1/4 3/4
     assert (result.low, result.high) == pytest.approx((expit(-half), expit(half)))
 
 
@@ -45,7 +45,7 @@ def test_of_many_prompts_the_interval_is_that_of_the_seeds_rates():
     random = np.random.default_rng(0)
     chances = np.array([0.5, 0.55, 0.6, 0.65])
     result = seeds_win_rate(random.random((4, 20_000)) < chances[:, None])
-    half = t.ppf(0.975, 3) * np.std(result.rates, ddof=1) / 2 / (result.rate * (1 - result.rate))
+    half = t.ppf(0.975, 3) * np.std(result.rates, ddof=1) / 2 / np.mean([rate * (1 - rate) for rate in result.rates])
     bounds = expit(logit(result.rate) - half), expit(logit(result.rate) + half)
     assert (result.low, result.high) == pytest.approx(bounds, abs=0.001)
     assert result.seed_deviation == pytest.approx(np.std(chances, ddof=1), abs=0.01)
