@@ -14,7 +14,8 @@ from alignment.evaluation.winrate import WinRate, detectable_difference, holm, m
 
 __all__ = [
     "EndpointConfig", "Judge", "JudgeConfig", "JudgeResult", "Judgment", "LanguageLoss",
-    "LengthControlledRate", "Ratings", "SeedsWinRate", "WinRate", "agreement", "bradley_terry_ratings", "build_judge", "cohen_kappa",
+    "LengthControlledRate", "Ratings", "SeedsWinRate", "WinRate", "agreement", "bradley_terry_ratings", "build_judge",
+    "cohen_kappa",
     "compare", "corrected_win_rate", "detectable_difference", "elo_ratings", "file_judge", "fleiss_kappa", "holm",
     "krippendorff_alpha", "labels_needed", "language_loss", "length_controlled_win_rate", "longer_judge", "merge_orders",
     "read_judgments", "score_judge", "seeds_win_rate", "sign_test", "win_rate", "write_annotation_form",

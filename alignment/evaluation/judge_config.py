@@ -180,8 +180,7 @@ class WinRateConfig(JudgeConfig):
     chat_template: str | None = None
 
     RULES = (
-        Rule("models",
-             lambda c: [] in c.models.values() or len({len(own) for own in c.models.values() if isinstance(own, list)}) > 1,
+        Rule("models", lambda c: [] in c.models.values() or len(c.seed_counts) > 1,
              "has lists of different lengths, {self.models}; give each list one checkpoint for each of the same seeds"),
         Rule("baseline", lambda c: c.baseline not in c.contestants, "{self.baseline!r} is not among the models"),
         Rule("reference", lambda c: c.measured_from not in (None, *c.models),
@@ -203,20 +202,26 @@ class WinRateConfig(JudgeConfig):
         """Names of all whose responses are judged."""
         return [*self.models, *self.best_of, *self.response_files, *self.endpoints]
 
+    @property
+    def seed_counts(self) -> set[int]:
+        """Lengths of the lists among the models."""
+        return {len(sources) for sources in self.models.values() if isinstance(sources, list)}
+
     def names_of(self, name: str) -> list[str]:
-        """Names of a contestant's checkpoints: `NAME, seed 1` and on where its model is a list, else its own name alone."""
+        """Names of a contestant's checkpoints: `NAME, seed 1` and on where its model is a list, else its name alone."""
         sources = self.models.get(self.best_of[name].policy if name in self.best_of else name)
         return [f"{name}, seed {i + 1}" for i in range(len(sources))] if isinstance(sources, list) else [name]
 
     def by_checkpoint(self, seed: int = 0) -> "WinRateConfig":
-        """The same comparison with each checkpoint as a contestant; baseline and reference are those of `seed`, 0 on."""
+        """The same comparison with each checkpoint as a contestant; baseline and reference are of `seed`, 0 on."""
         names = {name: self.names_of(name) for name in self.contestants}
         models: dict[str, str | list[str]] = {}
         best_of = {}
         for name, sources in self.models.items():
             models |= zip(names[name], [sources] if isinstance(sources, str) else sources, strict=True)
-        for name, own in self.best_of.items():
-            best_of |= {best: replace(own, policy=of) for best, of in zip(names[name], names[own.policy], strict=True)}
+        for name, chooser in self.best_of.items():
+            for seed_name, policy in zip(names[name], names[chooser.policy], strict=True):
+                best_of[seed_name] = replace(chooser, policy=policy)
         chosen = {name: of_seeds[seed % len(of_seeds)] for name, of_seeds in names.items()}
         reference = chosen.get(str(self.reference))
         return replace(self, models=models, best_of=best_of, baseline=chosen[self.baseline], reference=reference)

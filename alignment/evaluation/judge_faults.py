@@ -34,14 +34,14 @@ def judgment_figures(result: JudgeResult) -> dict[str, Any]:
 def rate_over_seeds(result: JudgeResult, prompts: Sequence[Prompt]) -> dict[str, Any]:
     """The win rate; of several seeds, whose verdicts on `prompts` stand one after another, that over prompts and seeds.
 
-    A prompt on which a seed has no verdict is left out of it: `n` counts all verdicts, `prompts` the prompts that are left.
-    The contradictions of all prompts widen it.
+    A prompt on which a seed has no verdict is left out of it: `n` counts all verdicts, `prompts` the prompts that are
+    left. The contradictions of all prompts widen it.
     """
     figures = asdict(result.win_rate)
     table = np.array(result.verdicts, float).reshape(-1, len(prompts))
     if len(table) > 1:
         judged = ~np.isnan(table).any(0)
-        clusters = [hash_of(prompt.prompt) for prompt, known in zip(prompts, judged, strict=True) if known]
+        clusters = [hash_of(prompts[i].prompt) for i in np.flatnonzero(judged).tolist()]
         tosses = sum(result.contradictory)
         figures |= asdict(seeds_win_rate(table[:, judged], inconsistent=tosses, clusters=clusters))
     return figures

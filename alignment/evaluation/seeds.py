@@ -79,8 +79,8 @@ def crossed_interval(rate: ArrayLike, parts: np.ndarray, shape: tuple[int, int])
 
         v = (MS_seeds + MS_prompts - MS_residual) / (S C)
 
-    with the mean squares of the two-way table without replication, m being the mean of all cells, m_s that of a seed and
-    m_p that of a prompt:
+    with the mean squares of the two-way table without replication, m being the mean of all cells, m_s that of a seed
+    and m_p that of a prompt:
 
         MS_seeds     C sum_s (m_s - m)^2 / (S - 1)
         MS_prompts   S sum_p (m_p - m)^2 / (C - 1)
@@ -90,7 +90,7 @@ def crossed_interval(rate: ArrayLike, parts: np.ndarray, shape: tuple[int, int])
     min(S, C) - 1. Satterthwaite's df has the squares of these sums and terms; of 3 seeds its intervals are too narrow,
     since three seeds hardly know their own spread. Seeds that agree by chance make v small, or below 0: the half width
     t sqrt(v) is at least 0.6 of that over prompts alone, 1.96 sqrt(MS_prompts / (S C)). The interval is that of the log
-    odds, logit(rate) +- half / mean_s(m_s (1 - m_s)). `scripts/seeds_coverage.py` measures how often it holds the truth.
+    odds, logit(rate) +- half / mean_s(m_s (1 - m_s)). `scripts/seeds_coverage.py` measures how often it holds.
 
     Args:
         rate: mean of the outcomes, a number or an array.

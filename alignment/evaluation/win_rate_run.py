@@ -83,8 +83,8 @@ def run(config: WinRateConfig) -> Path:
     models = {}
     for name in plan.contestants:
         measured = [
-            measure_responses(own, model, responses, prompts, scorer=proxy, texts=texts, log_probs=log_probs)
-            for model, own in seed_rounds(plan, name)
+            measure_responses(meeting, model, responses, prompts, scorer=proxy, texts=texts, log_probs=log_probs)
+            for model, meeting in seed_rounds(plan, name)
         ]
         models[name] = measured[0] if len(measured) == 1 else means_over_seeds(measured) | {"seeds": measured}
     judging, warnings = judge_responses(plan, prompts, responses, judge, scorers)
@@ -284,7 +284,7 @@ def paired_responses(
 
     Of each checkpoint of each contestant, one after another.
     """
-    models = [(model, own.baseline) for name in names for model, own in seed_rounds(config, name)]
+    models = [(model, meeting.baseline) for name in names for model, meeting in seed_rounds(config, name)]
     ours = [text for model, _ in models for text in responses[model].texts]
     theirs = [text for _, baseline in models for text in responses[baseline].texts]
     return (prompts * len(models), ours, theirs), [pair for pair in models for _ in prompts]
@@ -310,6 +310,6 @@ def _sample_rows(config: WinRateConfig, prompts: list[Prompt], responses: Respon
         return {"text": text, "score": gold_scores([prompts[i]], [text])[0].total if config.judge == "gold" else None}
 
     return [
-        {"prompt": str(prompt.prompt), "responses": {name: shown(i, own[i]) for name, own in texts.items()}}
+        {"prompt": str(prompt.prompt), "responses": {name: shown(i, drawn[i]) for name, drawn in texts.items()}}
         for i, prompt in enumerate(prompts[: config.samples])
     ]
