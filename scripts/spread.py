@@ -4,9 +4,10 @@
     python scripts/spread.py runs/seed-0 runs/seed-1 runs/seed-2 [--output runs/spread.json]
 
 Prints Markdown: each policy's figures, what the training stages ended at, and seconds and memory; every figure as its mean,
-its smallest and largest value over the runs, and the value of each run in the order given. Where the runs are of several
-seeds and judged the same prompts, a second table has each policy's win rate with one 95 % interval over prompts and seeds
-(`alignment.evaluation.seeds_win_rate`), from the verdicts in their judgments.jsonl. Runs nothing.
+its smallest and largest value over the runs, and the value of each run in the order given. A second table has each policy's
+win rate with one 95 % interval over prompts and seeds, each run being a seed: of runs that judged the same prompts that of
+`alignment.evaluation.seeds_win_rate`, from the verdicts in judgments.jsonl; of runs with prompts of their own Student's t of
+the runs' rates. Runs nothing.
 """
 
 import argparse
@@ -22,6 +23,7 @@ import numpy as np
 from alignment.data.rows.files import json_line_rows
 from alignment.errors import UserError
 from alignment.evaluation import SeedsWinRate, merge_orders, read_judgments, seeds_win_rate, win_rate
+from alignment.evaluation.seeds import crossed_interval
 from alignment.files import hash_of, write_json
 from alignment.pipeline.recipe import flatten_numbers, read_json, read_metric
 
@@ -119,19 +121,16 @@ def results(runs: Sequence[Path], stage: str) -> Iterator[Figure]:
 def seeds_rates(runs: Sequence[Path]) -> dict[tuple[str, str], SeedsWinRate]:
     """Win rate of each policy of each stage over prompts and seeds, the runs being the seeds.
 
-    Why there is none is said on standard error.
+    `prompts` is 0 where each run has its own. Why there is none is said on standard error.
     """
-    rates = {}
+    rates: dict[tuple[str, str], SeedsWinRate] = {}
     for stage in read_json(runs[0] / "stages.json") if len(runs) > 1 else ():
         folders = [run / stage for run in runs]
         if not all((folder / "responses.jsonl").is_file() for folder in folders):
             continue
         prompts = [[row.values["prompt"] for row in json_line_rows(folder / "responses.jsonl")] for folder in folders]
         if any(of_run != prompts[0] for of_run in prompts):
-            print(
-                f"{stage}: the runs have different prompts, so there is no interval over prompts and seeds",
-                file=sys.stderr,
-            )
+            rates |= {(stage, policy): rate for policy, rate in rates_of_own_prompts(folders).items()}
             continue
         verdicts = [read_verdicts(folder) for folder in folders]
         for policy in verdicts[0]:
@@ -141,6 +140,27 @@ def seeds_rates(runs: Sequence[Path]) -> dict[tuple[str, str], SeedsWinRate]:
                 tosses = sum(np.array(of_run[policy][1])[judged].sum() for of_run in verdicts)
                 names = [hash_of(prompt) for prompt, known in zip(prompts[0], judged, strict=True) if known]
                 rates[stage, policy] = seeds_win_rate(table[:, judged], inconsistent=int(tosses), clusters=names)
+    return rates
+
+
+def rates_of_own_prompts(folders: Sequence[Path]) -> dict[str, SeedsWinRate]:
+    """Win rate of each policy over runs that differ in seed and in prompts: Student's t of their rates.
+
+    The seeds' deviation is that of the rates without the mean variance over prompts within a run.
+    """
+    models = [read_json(folder / "results.json")["models"] for folder in folders]
+    rates = {}
+    for policy in models[0]:
+        own = [model.get(policy, {}).get("win_rate") for model in models]
+        if None in own or any("rates" in rate for rate in own):
+            continue
+        shares = [rate["rate"] for rate in own]
+        variance = float(np.var(shares, ddof=1))
+        parts = np.array([variance / len(shares), 0.0, 0.0])
+        low, high, error, degrees = map(float, crossed_interval(fmean(shares), parts, (len(shares), len(shares))))
+        left = variance - fmean((rate["standard_error"] or 0.0) ** 2 for rate in own)
+        deviation = max(left, 0.0) ** 0.5
+        rates[policy] = SeedsWinRate(fmean(shares), low, high, len(shares), 0, error, degrees, deviation, shares)
     return rates
 
 
@@ -178,15 +198,8 @@ def rate_row(stage: str, policy: str, rate: SeedsWinRate) -> tuple[str, ...]:
     """Cells of the second table, in percent."""
     shares = " · ".join(f"{100 * share:.1f}" for share in rate.rates)
     interval = f"{100 * rate.low:.1f} to {100 * rate.high:.1f}"
-    return (
-        stage,
-        policy,
-        f"{100 * rate.rate:.1f}",
-        interval,
-        f"{100 * rate.seed_deviation:.1f}",
-        str(rate.prompts),
-        shares,
-    )
+    prompts = f"{rate.prompts}, the same" if rate.prompts else "of each run"
+    return stage, policy, f"{100 * rate.rate:.1f}", interval, f"{100 * rate.seed_deviation:.1f}", prompts, shares
 
 
 def shown(content: dict[str, Any]) -> dict[str, Any]:
