@@ -52,8 +52,9 @@ def main() -> None:
     arguments = parser.parse_args()
     seeds.LEAST_WIDTH = arguments.least_width
     interval = satterthwaite_interval if arguments.satterthwaite else seeds.crossed_interval
+    random = np.random.default_rng(0)
     cells = [Cell(*values) for values in product(arguments.seeds, PROMPTS, RATES, DEVIATIONS, STRENGTHS)]
-    for line in table({cell: coverage(cell, arguments.draws, interval) for cell in cells}):
+    for line in table({cell: coverage(cell, arguments.draws, random, interval) for cell in cells}):
         print(line)
 
 
@@ -74,9 +75,10 @@ def latent_effect(cell: Cell) -> tuple[float, float]:
     return mean_of(spread), spread
 
 
-def coverage(cell: Cell, draws: int, interval: Callable[..., np.ndarray] = seeds.crossed_interval) -> float:
+def coverage(
+    cell: Cell, draws: int, random: np.random.Generator, interval: Callable[..., np.ndarray] = seeds.crossed_interval
+) -> float:
     """Share of the draws whose interval holds the true rate; a draw whose outcomes are all alike counts as a miss."""
-    random = np.random.default_rng([round(1000 * value) for value in cell])
     mean, spread = latent_effect(cell)
     held = 0
     at_once = max(1, VALUES_AT_ONCE // (cell.seeds * cell.prompts))
@@ -85,9 +87,9 @@ def coverage(cell: Cell, draws: int, interval: Callable[..., np.ndarray] = seeds
         seed_effect = spread * random.standard_normal((count, cell.seeds, 1), dtype=np.float32)
         prompt_effect = cell.strength * random.standard_normal((count, 1, cell.prompts), dtype=np.float32)
         noise = random.standard_normal((count, cell.seeds, cell.prompts), dtype=np.float32)
-        wins = (noise > -(mean + seed_effect + prompt_effect)).astype(np.float32)
+        wins = (mean + seed_effect + prompt_effect + noise > 0).astype(float)
         parts = mean_squares(wins) / (cell.seeds * cell.prompts)
-        low, high, *_ = interval(wins.mean((1, 2), dtype=float), parts, (cell.seeds, cell.prompts))
+        low, high, *_ = interval(wins.mean((1, 2)), parts, (cell.seeds, cell.prompts))
         held += int(((low <= cell.rate) & (cell.rate <= high)).sum())
     return held / draws
 
@@ -106,12 +108,15 @@ def satterthwaite_interval(rate: np.ndarray, parts: np.ndarray, shape: tuple[int
 def mean_squares(cells: np.ndarray) -> np.ndarray:
     """Mean squares of seeds, of prompts and of the residual, [3, ...], of each table [S, P] in `cells`, [..., S, P]."""
     rows, columns = cells.shape[-2:]
-    mean = cells.mean((-2, -1), dtype=float, keepdims=True)
-    of_seeds = columns * ((cells.mean(-1, dtype=float) - mean[..., 0]) ** 2).sum(-1)
-    of_prompts = rows * ((cells.mean(-2, dtype=float) - mean[..., 0]) ** 2).sum(-1)
-    whole = (cells**2).sum((-2, -1), dtype=float) - rows * columns * mean[..., 0, 0] ** 2
-    rest = np.maximum(whole - of_seeds - of_prompts, 0.0)
-    return np.stack([of_seeds / (rows - 1), of_prompts / (columns - 1), rest / ((rows - 1) * (columns - 1))])
+    centered = cells - cells.mean((-2, -1), keepdims=True)
+    by_seed = centered.mean(-1, keepdims=True)
+    by_prompt = centered.mean(-2, keepdims=True)
+    residual = ((centered - by_seed - by_prompt) ** 2).sum((-2, -1))
+    return np.stack([
+        columns * (by_seed**2).sum((-2, -1)) / (rows - 1),
+        rows * (by_prompt**2).sum((-2, -1)) / (columns - 1),
+        residual / ((rows - 1) * (columns - 1)),
+    ])  # fmt: skip
 
 
 def table(found: dict[Cell, float]) -> Iterator[str]:
