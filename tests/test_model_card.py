@@ -111,6 +111,11 @@ def test_the_win_rate_of_an_evaluation_beside_the_run_is_named(run):
     (folder / "results.json").write_text(json.dumps(results))
     (folder / "sampling.json").write_text(json.dumps({"models": {"mine": directory_hash(run / "model"), "SFT": "0"}}))
     assert "Preferred to SFT on 40 prompts by the judge `gold`: 62.5 % [50.0, 75.0]." in card_text(run)
+    seeds = {"mine": {"win_rate": rate | {"seeds": 3}}}
+    (folder / "results.json").write_text(json.dumps(results | {"models": seeds}))
+    own = {"mine, seed 2": directory_hash(run / "model")}
+    (folder / "sampling.json").write_text(json.dumps({"models": own}))
+    assert "by the judge `gold`, over 3 seeds of the training: 62.5 % [50.0, 75.0]." in card_text(run)
     (folder / "sampling.json").write_text(json.dumps({"models": {"mine": "0", "SFT": "0"}}))  # another model by now
     assert "Preferred" not in card_text(run)
 

@@ -9,12 +9,14 @@ from alignment.evaluation.language_loss import LanguageLoss, language_loss
 from alignment.evaluation.length_control import LengthControlledRate, length_controlled_win_rate
 from alignment.evaluation.people_judge import file_judge, write_annotation_form
 from alignment.evaluation.ratings import Ratings, bradley_terry_ratings, elo_ratings
+from alignment.evaluation.seeds import SeedsWinRate, seeds_win_rate
 from alignment.evaluation.winrate import WinRate, detectable_difference, holm, merge_orders, sign_test, win_rate
 
 __all__ = [
     "EndpointConfig", "Judge", "JudgeConfig", "JudgeResult", "Judgment", "LanguageLoss",
-    "LengthControlledRate", "Ratings", "WinRate", "agreement", "bradley_terry_ratings", "build_judge", "cohen_kappa",
+    "LengthControlledRate", "Ratings", "SeedsWinRate", "WinRate", "agreement", "bradley_terry_ratings", "build_judge",
+    "cohen_kappa",
     "compare", "corrected_win_rate", "detectable_difference", "elo_ratings", "file_judge", "fleiss_kappa", "holm",
     "krippendorff_alpha", "labels_needed", "language_loss", "length_controlled_win_rate", "longer_judge", "merge_orders",
-    "read_judgments", "score_judge", "sign_test", "win_rate", "write_annotation_form",
+    "read_judgments", "score_judge", "seeds_win_rate", "sign_test", "win_rate", "write_annotation_form",
 ]  # fmt: skip

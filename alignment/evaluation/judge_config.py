@@ -1,6 +1,6 @@
 """Settings of judges, the same for win rates, tournaments and judges that are held against people; and those of win rates."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 from annotated_types import Interval
@@ -136,7 +136,9 @@ class WinRateConfig(JudgeConfig):
     """Settings of a comparison of policies.
 
     Attributes:
-        models: name -> directory or Hub name; an adapter's directory too.
+        models: name -> directory or Hub name; an adapter's directory too. Or a list of them, one for each seed of its
+            training: each is sampled and judged, and the win rate is over prompts and seeds. All lists have one length:
+            the first of one meets the first of the baseline's list; a single checkpoint meets each.
         baseline: the name of the contestant that the others are compared with.
         data: prompts; those longer than `data.max_length` tokens are truncated on the left.
         output: directory of the results, and of the responses and judgments, which a later start reads again.
@@ -158,7 +160,7 @@ class WinRateConfig(JudgeConfig):
         chat_template: of the models, a built-in one's name or a Jinja file; None: each tokenizer's own.
     """
 
-    models: dict[str, str] = field(default_factory=dict)
+    models: dict[str, str | list[str]] = field(default_factory=dict)
     baseline: str
     data: DataConfig
     output: str
@@ -178,6 +180,8 @@ class WinRateConfig(JudgeConfig):
     chat_template: str | None = None
 
     RULES = (
+        Rule("models", lambda c: [] in c.models.values() or len(c.seed_counts) > 1,
+             "has lists of different lengths, {self.models}; give each list one checkpoint for each of the same seeds"),
         Rule("baseline", lambda c: c.baseline not in c.contestants, "{self.baseline!r} is not among the models"),
         Rule("reference", lambda c: c.measured_from not in (None, *c.models),
              "{self.reference!r} is not among the models"),
@@ -199,10 +203,39 @@ class WinRateConfig(JudgeConfig):
         return [*self.models, *self.best_of, *self.response_files, *self.endpoints]
 
     @property
+    def seed_counts(self) -> set[int]:
+        """Lengths of the lists among the models."""
+        return {len(sources) for sources in self.models.values() if isinstance(sources, list)}
+
+    def names_of(self, name: str) -> list[str]:
+        """Names of a contestant's checkpoints: `NAME, seed 1` and on where its model is a list, else its name alone."""
+        sources = self.models.get(self.best_of[name].policy if name in self.best_of else name)
+        return [f"{name}, seed {i + 1}" for i in range(len(sources))] if isinstance(sources, list) else [name]
+
+    def by_checkpoint(self, seed: int = 0) -> "WinRateConfig":
+        """The same comparison with each checkpoint as a contestant; baseline and reference are of `seed`, 0 on."""
+        names = {name: self.names_of(name) for name in self.contestants}
+        models: dict[str, str | list[str]] = {}
+        best_of = {}
+        for name, sources in self.models.items():
+            models |= zip(names[name], [sources] if isinstance(sources, str) else sources, strict=True)
+        for name, chooser in self.best_of.items():
+            for seed_name, policy in zip(names[name], names[chooser.policy], strict=True):
+                best_of[seed_name] = replace(chooser, policy=policy)
+        chosen = {name: of_seeds[seed % len(of_seeds)] for name, of_seeds in names.items()}
+        reference = chosen.get(str(self.reference))
+        return replace(self, models=models, best_of=best_of, baseline=chosen[self.baseline], reference=reference)
+
+    def checkpoint(self, name: str) -> str:
+        """Directory or Hub name of a single model of `models`."""
+        return str(self.models[name])
+
+    @property
     def measured_from(self) -> str | None:
         """The name of the model that KL and log-probabilities are measured from; None: there is none."""
         return self.baseline if self.reference is None and self.baseline in self.models else self.reference
 
     def policy_of(self, name: str) -> str | None:
         """Directory or Hub name of the model whose responses a contestant gives; None where none of ours does."""
-        return self.models.get(self.best_of[name].policy if name in self.best_of else name)
+        source = self.models.get(self.best_of[name].policy if name in self.best_of else name)
+        return None if source is None else str(source)

@@ -12,8 +12,9 @@ from alignment.errors import UserError
 from alignment.evaluation.judge_config import WinRateConfig
 from alignment.evaluation.judges import JudgeResult, judged_prompts
 from alignment.evaluation.length_control import length_controlled_win_rate
+from alignment.evaluation.seeds import seeds_win_rate
 from alignment.evaluation.winrate import TIE, cluster_numbers, detectable_difference, sign_test
-from alignment.files import read_json_object
+from alignment.files import hash_of, read_json_object
 
 COIN = 1 / 3  # share of items with contradictory orders from which a judge is called a coin, whose share is a half
 BY_LENGTH = 0.6  # share of the items that the longer response wins beyond which it is told
@@ -28,6 +29,22 @@ KINSHIP = (  # of a language model, and of a reward model
 def judgment_figures(result: JudgeResult) -> dict[str, Any]:
     """Figures of one comparison for `results.json`."""
     return {name: value for name, value in asdict(result).items() if name not in ("verdicts", "contradictory")}
+
+
+def rate_over_seeds(result: JudgeResult, prompts: Sequence[Prompt]) -> dict[str, Any]:
+    """The win rate; of several seeds, whose verdicts on `prompts` stand one after another, that over prompts and seeds.
+
+    A prompt on which a seed has no verdict is left out of it: `n` counts all verdicts, `prompts` the prompts that are
+    left. The contradictions of all prompts widen it.
+    """
+    figures = asdict(result.win_rate)
+    table = np.array(result.verdicts, float).reshape(-1, len(prompts))
+    if len(table) > 1:
+        judged = ~np.isnan(table).any(0)
+        clusters = [hash_of(prompts[i].prompt) for i in np.flatnonzero(judged).tolist()]
+        tosses = sum(result.contradictory)
+        figures |= asdict(seeds_win_rate(table[:, judged], inconsistent=tosses, clusters=clusters))
+    return figures
 
 
 def comparison_figures(

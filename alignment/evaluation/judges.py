@@ -77,14 +77,15 @@ def compare(
     judge: Judge,
     *,
     max_failed_share: float = 0.1,
-    models: tuple[str, str] | None = None,
+    models: tuple[str, str] | Sequence[tuple[str, str]] | None = None,
 ) -> JudgeResult:
     """Judge each pair of responses in both orders, the judge being called once with all of them; people in one order.
 
-    `models` are the names of the two sides, for the log of a `LoggedJudge`.
+    `models` are the names of the two sides, or those of each pair, for the log of a `LoggedJudge`.
     """
     n = len(prompts)
-    names = [] if models is None else [models] * n + [(models[1], models[0])] * n
+    pairs = [models] * n if isinstance(models, tuple) else models or []
+    names = [*pairs, *((second, first) for first, second in pairs)]
     both = [*prompts, *prompts], [*ours, *baseline], [*baseline, *ours]
     verdicts = list(judge(*both, models=names) if isinstance(judge, LoggedJudge) else judge(*both))
     if len(verdicts) != 2 * n:

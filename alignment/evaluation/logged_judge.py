@@ -102,14 +102,17 @@ class LoggedJudge:
         keys = [judgment_key(self.identity, call.prompt.prompt, *call.responses) for call in calls]
         missing: dict[str, Call] = {}
         for key, call in zip(keys, calls, strict=True):
-            if self.remembers and key in self._known:  # perhaps of other models that said the same
-                self._keep({**self._known[key], **dict(zip(MODELS, call.models, strict=False))})
-            elif len(set(call.responses)) < len(call.responses):
+            if self.remembers and key in self._known:
+                continue
+            if len(set(call.responses)) < len(call.responses):
                 self._keep(self._row(key, call, TIE, {"identical": True}))
             else:
                 missing.setdefault(key, call)
         if missing:
             self._make(missing, len(calls))
+        for key, call in zip(keys, calls, strict=True):
+            if key in self._known:  # perhaps of other models that said the same
+                self._keep({**self._known[key], **dict(zip(MODELS, call.models, strict=False))})
         self.used |= {key: self._known[key] for key in keys if key in self._known}
         columns = [COLUMNS[len(call.responses)][0] for call in calls]
         return [self._known.get(key, {}).get(column) for key, column in zip(keys, columns, strict=True)]

@@ -54,9 +54,13 @@ def sample_or_read(
     output, template = Path(config.output), config.chat_template
     source = {
         "prompts": hash_of([[prompt.prompt, prompt.tools] for prompt in prompts]),
-        "models": {name: hashes[directory] for name, directory in config.models.items()},
+        "models": {name: hashes[config.checkpoint(name)] for name in config.models},
         "best_of": {
-            name: {**asdict(own), "reward_model": hashes[own.reward_model], "model": hashes[config.models[own.policy]]}
+            name: {
+                **asdict(own),
+                "reward_model": hashes[own.reward_model],
+                "model": hashes[config.checkpoint(own.policy)],
+            }
             for name, own in config.best_of.items()
         },
         "response_files": {name: sha256(Path(path)) for name, path in config.response_files.items()},
@@ -130,7 +134,7 @@ def endpoint_responses(config: WinRateConfig, service: EndpointConfig, prompts: 
 def _sample(config: WinRateConfig, name: str, prompts: Sequence[Prompt], first_row: int = 0) -> Generation:
     """One model's responses, drawn as rows `first_row` on."""
     [found] = sample_responses(
-        config.models[name],
+        config.checkpoint(name),
         prompts,
         [SamplingConfig(config.max_new_tokens, config.temperature, top_p=config.top_p, seed=config.seed)],
         max_length=config.data.max_length,
@@ -149,7 +153,7 @@ def _best_of(
     """For each prompt the one of n responses that a reward model scores highest; no draw is one of the policy's own response."""
     n, repeated = own.samples, [prompt for prompt in prompts for _ in range(own.samples)]
     drawn = _sample(config, own.policy, repeated, first_row=len(prompts))
-    scorer.add(repeated, [(config.models[own.policy], drawn)], config.chat_template)
+    scorer.add(repeated, [(config.checkpoint(own.policy), drawn)], config.chat_template)
     scores = scorer(repeated, drawn.texts)
     best = [max(range(i, i + n), key=lambda row: scores[row]) for i in range(0, len(repeated), n)]
     return Generation(*([column[row] for row in best] for column in vars(drawn).values()))

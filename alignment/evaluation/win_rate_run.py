@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NoReturn
@@ -20,6 +19,7 @@ from alignment.evaluation.judge_faults import (
     length_warnings,
     parent_warnings,
     position_warnings,
+    rate_over_seeds,
 )
 from alignment.evaluation.judges import build_judge, compare, gold_scores, score_judge
 from alignment.evaluation.language_loss import compare_pairs, loss_on_rows, masked_log_probs, pair_log_probs
@@ -52,6 +52,8 @@ def run(config: WinRateConfig) -> Path:
     Three steps, each kept on disk and read again by the next start in the same directory: the responses (responses.py),
     the judgments (judges.py), the results.
     """
+    plan = config
+    config = plan.by_checkpoint()
     prompts: list[Prompt] = read_records(config.data, "prompts")
     if config.judge == "gold":
         check_hotel_prompts(
@@ -72,17 +74,20 @@ def run(config: WinRateConfig) -> Path:
 
     prompts, responses = sample_or_read(config, prompts, hashes)
     if judge is None:
-        write_form(config, Path(str(form)), prompts, responses)
+        write_form(plan, Path(str(form)), prompts, responses)
     sides = [(config.policy_of(name), generation) for name, generation in responses.items()]
     for source in config.scoring_models:
         scorers[source].add(prompts, sides, config.chat_template)
     proxy = None if config.reward_model is None else scorers[config.reward_model]
-    models = {
-        name: measure_responses(config, name, responses, prompts, scorer=proxy, texts=texts) for name in responses
-    }
-    for name, measured in ({} if pairs is None else pair_measurements(config, pairs)).items():
-        models[name]["pairs"] = measured
-    judging, warnings = judge_responses(config, prompts, responses, judge, scorers)
+    log_probs = {} if pairs is None else log_probs_of_pairs(config, pairs)
+    models = {}
+    for name in plan.contestants:
+        measured = [
+            measure_responses(meeting, model, responses, prompts, scorer=proxy, texts=texts, log_probs=log_probs)
+            for model, meeting in seed_rounds(plan, name)
+        ]
+        models[name] = measured[0] if len(measured) == 1 else means_over_seeds(measured) | {"seeds": measured}
+    judging, warnings = judge_responses(plan, prompts, responses, judge, scorers)
     warnings = [*parent_warnings(config, hashes), *cut_warnings(config, models), *warnings]
     for name, figures in judging["models"].items():
         models[name] |= figures
@@ -96,16 +101,23 @@ def run(config: WinRateConfig) -> Path:
         "prompts": len(prompts),
         "warnings": warnings,
         "models": models,
-        "samples": _sample_rows(config, prompts, responses),
+        "samples": _sample_rows(plan, prompts, responses),
     }
     write_figures(Path(config.output) / "results.json", results)
     return Path(config.output) / "results.json"
 
 
+def seed_rounds(plan: WinRateConfig, name: str) -> list[tuple[str, WinRateConfig]]:
+    """Names of a contestant's checkpoints, each with the comparison in which it meets the baseline's checkpoint."""
+    models = plan.names_of(name)
+    count = max(len(models), len(plan.names_of(plan.baseline)))
+    return [(models[seed % len(models)], plan.by_checkpoint(seed)) for seed in range(count)]
+
+
 def check_models(config: WinRateConfig) -> dict[str, str | None]:
     """Hash of every model's files by its name in the config; a missing model and a KL that there is not are refused."""
     choosers = [own.reward_model for own in config.best_of.values()]
-    sources = [*config.models.values(), *config.scoring_models, *config.judging_models, *choosers]
+    sources = [*map(config.checkpoint, config.models), *config.scoring_models, *config.judging_models, *choosers]
     for source in sources:
         find_directory(source)
     files = [*config.response_files.values(), *filter(None, [config.labels])]
@@ -125,7 +137,7 @@ def check_models(config: WinRateConfig) -> dict[str, str | None]:
 
 def _shares_vocabulary(config: WinRateConfig, name: str) -> bool:
     """True where a model and the reference give log-probabilities of each other's tokens."""
-    return same_vocabulary(*(load_tokenizer(config.models[model]) for model in (name, str(config.measured_from))))
+    return same_vocabulary(*(load_tokenizer(config.checkpoint(model)) for model in (name, str(config.measured_from))))
 
 
 # 2. Measurements that need no judge
@@ -139,6 +151,7 @@ def measure_responses(
     *,
     scorer: ResponseScorer | None,
     texts: Sequence[Text] | None,
+    log_probs: Mapping[str, torch.Tensor],
 ) -> dict[str, Any]:
     """Lengths, gold parts, proxy score, KL from the reference and text loss of a contestant, with intervals of means."""
     generation, count = responses[name], len(prompts)
@@ -164,9 +177,23 @@ def measure_responses(
         ratios = log_ratios(config, generation, prompts)
         result["kl"], result["kl_interval"] = fmean(ratios), mean_interval(ratios, clusters)
     if texts is not None and config.text is not None:
-        loss = loss_on_rows(config.models[name], texts, config.text.max_length, config.weights)
+        loss = loss_on_rows(config.checkpoint(name), texts, config.text.max_length, config.weights)
         result["language_loss"], result["bits_per_byte"] = loss.loss, loss.bits_per_byte
+    if name in log_probs:
+        result["pairs"] = compare_pairs(log_probs[name], log_probs[str(config.measured_from)])
     return result
+
+
+def means_over_seeds(seeds: Sequence[Mapping[str, object]]) -> dict[str, Any]:
+    """Means over the seeds of the numbers that all have; intervals, which are over prompts alone, are left out."""
+    means: dict[str, Any] = {}
+    for key, value in seeds[0].items():
+        values: list[Any] = [figures[key] for figures in seeds if key in figures]
+        if isinstance(value, dict):
+            means[key] = means_over_seeds(values)
+        elif isinstance(value, int | float) and len(values) == len(seeds):
+            means[key] = fmean(values)
+    return means
 
 
 def cut_warnings(config: WinRateConfig, models: Mapping[str, Mapping[str, float]]) -> list[str]:
@@ -181,7 +208,7 @@ def cut_warnings(config: WinRateConfig, models: Mapping[str, Mapping[str, float]
 
 def log_ratios(config: WinRateConfig, generation: Generation, prompts: list[Prompt]) -> list[float]:
     """log p - log p_ref of each whole response, nats; the mean over the model's own samples is the KL from the reference."""
-    source, responses = config.models[str(config.measured_from)], generation.token_ids
+    source, responses = config.checkpoint(str(config.measured_from)), generation.token_ids
     tokenizer, tokenize = load_tokenizer(source, config.chat_template), preparation_for(source, "prompts").tokenize
     heads = [example.ids for example in tokenize(prompts, tokenizer, config.data.max_length)[0]]
     documents = [[*head, *response] for head, response in zip(heads, responses, strict=True)]
@@ -192,20 +219,19 @@ def log_ratios(config: WinRateConfig, generation: Generation, prompts: list[Prom
     return ratios.tolist()
 
 
-def pair_measurements(config: WinRateConfig, rows: Sequence[Comparison]) -> dict[str, dict[str, float]]:
-    """Log-probabilities of held-out pairs by model, for those with the reference's vocabulary."""
+def log_probs_of_pairs(config: WinRateConfig, rows: Sequence[Comparison]) -> dict[str, torch.Tensor]:
+    """Log-probabilities of held-out pairs by model, [n, 2], for those with the reference's vocabulary."""
     assert config.comparisons is not None
-    source = config.models[str(config.measured_from)]
+    source = config.checkpoint(str(config.measured_from))
     tokenizer, tokenize = load_tokenizer(source, config.chat_template), preparation_for(source, "comparisons").tokenize
     pairs, tally = tokenize(list(rows), tokenizer, config.comparisons.max_length)
     print_tally("comparisons", tally)
     names = [name for name in config.models if _shares_vocabulary(config, name)]
-    found = {name: pair_log_probs(_load(config, name), pairs) for name in names}
-    return {name: compare_pairs(values, found[str(config.measured_from)]) for name, values in found.items()}
+    return {name: pair_log_probs(_load(config, name), pairs) for name in names}
 
 
 def _load(config: WinRateConfig, name: str) -> Any:
-    return load_model(config.models[name], config.weights.dtype, best_device(), quantize=config.weights.quantize)
+    return load_model(config.checkpoint(name), config.weights.dtype, best_device(), quantize=config.weights.quantize)
 
 
 # 3. The judgments
@@ -221,11 +247,11 @@ def judge_responses(
     """Figures of every contestant against the baseline and of the judge's calls, and warnings of the judge's faults."""
     figures: dict[str, dict[str, Any]] = {}
     warnings: list[str] = []
-    for name in [name for name in responses if name != config.baseline]:
-        ours, theirs = responses[name].texts, responses[config.baseline].texts
-        pairs, models = (prompts, ours, theirs), (name, config.baseline)
+    for name in [name for name in config.contestants if name != config.baseline]:
+        pairs, models = paired_responses(config, [name], prompts, responses)
         compared = compare(*pairs, judge, max_failed_share=config.max_failed_share, models=models)
         figures[name] = judgment_figures(compared) | comparison_figures(*pairs, compared)
+        figures[name]["win_rate"] = rate_over_seeds(compared, prompts)
         if config.labels is not None:
             corrected = corrected_by_people(Path(config.labels), *pairs, compared.verdicts)
             figures[name]["by_people"] = corrected
@@ -238,7 +264,7 @@ def judge_responses(
         if config.reward_models:
             members = {source: score_judge(scorers[source], config.tie_margin) for source in config.reward_models}
             rates = {
-                source: asdict(compare(*pairs, each, max_failed_share=config.max_failed_share).win_rate)
+                source: rate_over_seeds(compare(*pairs, each, max_failed_share=config.max_failed_share), prompts)
                 for source, each in members.items()
             }
             found = [rate["rate"] for rate in rates.values()]
@@ -251,12 +277,25 @@ def judge_responses(
     return {"models": figures, "calls": judge.usage()}, warnings + judge.faults()
 
 
+def paired_responses(
+    config: WinRateConfig, names: Sequence[str], prompts: list[Prompt], responses: Responses
+) -> tuple[tuple[list[Prompt], list[str], list[str]], list[tuple[str, str]]]:
+    """The prompts, the contestants' responses and the baseline's that each meets, and the names of both models.
+
+    Of each checkpoint of each contestant, one after another.
+    """
+    models = [(model, meeting.baseline) for name in names for model, meeting in seed_rounds(config, name)]
+    ours = [text for model, _ in models for text in responses[model].texts]
+    theirs = [text for _, baseline in models for text in responses[baseline].texts]
+    return (prompts * len(models), ours, theirs), [pair for pair in models for _ in prompts]
+
+
 def write_form(config: WinRateConfig, path: Path, prompts: list[Prompt], responses: Responses) -> NoReturn:
     """Write every comparison as a form for people, and end there by raising `FormWritten`."""
-    others = [text for name, own in responses.items() if name != config.baseline for text in own.texts]
-    contests = len(responses) - 1
+    others = [name for name in config.contestants if name != config.baseline]
+    pairs, _ = paired_responses(config, others, prompts, responses)
     note_form(Path(config.output), path)
-    write_annotation_form(path, prompts * contests, others, responses[config.baseline].texts * contests)
+    write_annotation_form(path, *pairs)
     raise FormWritten(
         f"{path}: a form for {len(prompts)} prompts: fill in `verdict`, 1, 0.5 or 0 for the first response; or let "
         f"`alignment label {path}` serve it as a page, and go on with verdicts=labels.jsonl"
@@ -264,12 +303,13 @@ def write_form(config: WinRateConfig, path: Path, prompts: list[Prompt], respons
 
 
 def _sample_rows(config: WinRateConfig, prompts: list[Prompt], responses: Responses) -> list[dict[str, Any]]:
-    """Some prompts with every model's response, and the gold score where the judge is gold."""
+    """Some prompts with every model's response, of seeds the first, and the gold score where the judge is gold."""
+    texts = {name: responses[config.names_of(name)[0]].texts for name in config.contestants}
 
     def shown(i: int, text: str) -> dict[str, Any]:
         return {"text": text, "score": gold_scores([prompts[i]], [text])[0].total if config.judge == "gold" else None}
 
     return [
-        {"prompt": str(prompt.prompt), "responses": {name: shown(i, own.texts[i]) for name, own in responses.items()}}
+        {"prompt": str(prompt.prompt), "responses": {name: shown(i, drawn[i]) for name, drawn in texts.items()}}
         for i, prompt in enumerate(prompts[: config.samples])
     ]

@@ -121,7 +121,8 @@ finetune = stage_function("finetune", "Fine-tuning of `policy` for the downstrea
 best_of_n = stage_function("best_of_n", "The best of n responses of `policy` to prompts, as rows; without updates")
 evaluate = stage_function(
     "evaluate",
-    "Win rates of `models` (name -> directory) on prompts against the one named `baseline`, as `judge` has it: "
+    "Win rates of `models` (name -> directory, or one for each seed) on prompts against the one named `baseline`, as "
+    "`judge` has it: "
     '`evaluate(...).results["models"][name]["win_rate"]`',
     "winrate",
 )

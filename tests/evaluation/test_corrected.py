@@ -178,7 +178,8 @@ def test_corrected_intervals_cover_and_the_raw_one_does_not():
 @pytest.mark.slow
 def test_corrected_intervals_cover_over_2000_draws():
     found = coverage(2000, seed=1)
-    assert all(0.935 <= share <= 0.965 for (_, name), share in found.items() if name != "raw"), found
+    high = {"people": 0.965, "corrected": 0.965, "rogan_gladen": 0.975}  # which takes more disagreement than was seen
+    assert all(0.935 <= share <= high[name] for (_, name), share in found.items() if name != "raw"), found
 
 
 def test_labels_needed_by_hand():

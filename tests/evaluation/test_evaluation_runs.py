@@ -4,7 +4,8 @@ import json
 import math
 import re
 import shutil
-from dataclasses import replace
+import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,9 @@ from alignment.serving.app import build_app
 from alignment.training.run.directory import lock
 from tests.serving.test_serve import running_server
 from tests.stub_server import serving
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+import spread
 
 
 @pytest.fixture
@@ -75,6 +79,71 @@ def test_prompts_longer_than_the_models_are_cut_for_policies_reference_and_judge
 def test_without_room_for_the_response_the_way_out_is_said(config_of):
     with pytest.raises(UserError, match=r"1 of 2 .* is .*jsonl:2 .*lower max_new_tokens or shorten the prompts"):
         evaluation.run(config_of(1024))
+
+
+# --- several seeds --------------------------------------------------------------------------------------------------
+
+
+def test_a_list_of_checkpoints_is_judged_seed_by_seed_and_told_as_one(config_of, checkpoints, tmp_path, capsys):
+    """The figures of each seed are those of an evaluation of its own, and those of `scripts/spread.py` over the two."""
+    seeds = {"a": checkpoints["gpt2"], "b": checkpoints["llama"]}
+    alone = []
+    for run, source in seeds.items():
+        models = {"one": checkpoints["llama"], "two": source}
+        path = evaluation.run(config_of(64, models=models, output=str(tmp_path / run / "evaluation")))
+        alone.append(json.loads(path.read_text())["models"]["two"])
+        (tmp_path / run / "stages.json").write_text('{"evaluation": {}}')
+    config = config_of(64, models={"one": checkpoints["llama"], "two": list(seeds.values())})
+    results = json.loads(evaluation.run(config).read_text())
+    two = results["models"]["two"]
+    rate = two["win_rate"]
+    assert list(results["models"]) == ["one", "two"] and set(results["samples"][0]["responses"]) == {"one", "two"}
+    assert rate["rates"] == [own["win_rate"]["rate"] for own in alone]
+    assert (rate["seeds"], rate["prompts"], rate["n"]) == (2, 2, 4)
+    assert [own["kl"] for own in two["seeds"]] == [own["kl"] for own in alone]
+    assert two["kl"] == pytest.approx(sum(own["kl"] for own in alone) / 2)
+    assert {row.first_model for row in read_judgments(tmp_path / "out/judgments.jsonl")} == {
+        "one", "two, seed 1", "two, seed 2",
+    }  # fmt: skip
+    assert summary_rows(results)[1]["of each seed, %"] == ", ".join(f"{100 * share:.1f}" for share in rate["rates"])
+    joint = spread.seeds_rates([tmp_path / run for run in seeds])["evaluation", "two"]
+    assert asdict(joint) == {key: rate[key] for key in asdict(joint)}
+    assert evaluation.run(config).exists() and "nothing is sampled" in capsys.readouterr().err
+
+
+def test_seeds_meet_those_of_the_baseline_in_their_order(config_of, checkpoints):
+    """The same checkpoints in the same order say the same on every prompt; in another order they do not."""
+    seeds = [checkpoints["gpt2"], checkpoints["llama"]]
+    best = {"best": BestOfConfig("two", config_of(64).reward_model, samples=2)}
+    config = config_of(64, models={"one": seeds, "two": seeds, "single": seeds[0]}, best_of=best)
+    models = json.loads(evaluation.run(config).read_text())["models"]
+    assert models["two"]["win_rate"]["ties"] == 4 and models["two"]["win_rate"]["rates"] == [0.5, 0.5]
+    assert models["two"]["kl"] == pytest.approx(0, abs=1e-5)
+    assert models["single"]["win_rate"]["rates"][0] == 0.5 and models["single"]["seeds"][1]["kl"] != 0
+    assert models["best"]["win_rate"]["seeds"] == 2 and "kl" not in models["one"]
+
+
+def test_people_judge_the_responses_of_every_seed(config_of, checkpoints, tmp_path):
+    form = tmp_path / "form.jsonl"
+    seeds = [checkpoints["gpt2"], checkpoints["llama"]]
+    models = {"one": checkpoints["llama"], "two": seeds}
+    config = config_of(64, judge="verdicts", reward_model=None, verdicts=str(form), models=models)
+    with pytest.raises(evaluation.FormWritten):
+        evaluation.run(config)
+    rows = [json.loads(line) for line in form.read_text().splitlines()]
+    assert len(rows) == 2  # the second seed's responses are the baseline's own
+    form.write_text("".join(json.dumps(row | {"verdict": 1}) + "\n" for row in rows))
+    rate = json.loads(evaluation.run(config).read_text())["models"]["two"]["win_rate"]
+    assert rate["rates"][1] == 0.5 and rate["prompts"] == 2
+
+
+def test_lists_of_different_lengths_are_refused(config_of, tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("output: out\nmodels: {a: [x, y], b: [x]}\nbaseline: a\njudge: longer\ndata: {train: rows.jsonl}\n")
+    with pytest.raises(UserError, match=r"mine\.yaml:2: models: .*different lengths"):
+        load_config(WinRateConfig, str(path))
+    single = load_config(WinRateConfig, str(path), ["models.a=[x]"]).by_checkpoint()
+    assert (single.baseline, single.models) == ("a, seed 1", {"a, seed 1": "x", "b, seed 1": "x"})
 
 
 # --- the reward model as the judge ----------------------------------------------------------------------------------

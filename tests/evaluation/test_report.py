@@ -9,11 +9,11 @@ from html.parser import HTMLParser
 import pytest
 
 from alignment.errors import UserError
-from alignment.evaluation import win_rate
+from alignment.evaluation import seeds_win_rate, win_rate
 from alignment.evaluation.report.charts import Curve, curve_chart
 from alignment.evaluation.report.html import format_cell
 from alignment.evaluation.report.page import write_report, write_run_report
-from alignment.evaluation.report.recipe_report import ReportConfig, verdicts
+from alignment.evaluation.report.recipe_report import ReportConfig, print_results, verdicts
 from alignment.evaluation.report.recipe_report import run as run_report
 from alignment.evaluation.run_log import StageRecord
 from alignment.training.run.lineage import earlier_run
@@ -257,6 +257,16 @@ def test_settings_that_unfold_without_end_are_refused(run_folder):
         write_run_report(run_folder)
     with pytest.raises(UserError, match="cannot be read"):
         earlier_run(run_folder)
+
+
+def test_a_model_of_several_seeds_has_the_rate_of_each_beside_its_interval(capsys):
+    rate = asdict(win_rate([1.0] * 5 + [0.0])) | asdict(seeds_win_rate([[1, 1, 0], [1, 1, 1]]))
+    share = {"rate": 0.5, "low": 0.4, "high": 0.6, "n": 6}
+    ppo = {"win_rate": rate, "seeds": [{}, {}], "inconsistent": {"count": 2, **share}, "position_bias": share}
+    print_results({"judge": "people", "baseline": "SFT", "models": {"SFT": {}, "PPO": ppo}})
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "66.7, 100.0" in shown and "PPO wins 83.3 % of 3 prompts with 2 seeds each" in shown
+    assert "contradict each other on 2 pairs in all." in shown
 
 
 def test_a_recipes_table_has_intervals_and_the_budget_a_table_of_its_own(tmp_path, capsys):

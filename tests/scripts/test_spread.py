@@ -1,6 +1,7 @@
 """The script that puts several runs of one recipe side by side: means, extremes, and the intervals within one run."""
 
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -46,6 +47,26 @@ def test_bounds_parts_of_the_gold_reward_and_samples_get_no_line(run_of):
     assert metrics == {
         "models.SFT.gold.total", "models.DPO.win_rate.rate", "models.DPO.kl", "loss, first", "loss, last", "seconds",
     }  # fmt: skip
+
+
+def test_runs_with_prompts_of_their_own_have_students_interval_of_their_rates(run_of):
+    """Rates 0.5, 0.6 and 0.7: t_2 = 4.303 times 0.1 / sqrt(3), over 0.2333, the mean of r (1 - r), in log odds."""
+    runs = [run_of(name, rate, 0.05, [0.7]) for name, rate in (("a", 0.5), ("b", 0.6), ("c", 0.7))]
+    for run in runs:
+        path = run / "evaluation/results.json"
+        results = json.loads(path.read_text())
+        results["models"]["DPO"]["win_rate"]["standard_error"] = 0.06
+        path.write_text(json.dumps(results))
+        (run / "evaluation/responses.jsonl").write_text(
+            json.dumps({"id": "1", "prompt": f"{run}", "responses": {}}) + "\n"
+        )
+    rates = spread.seeds_rates(runs)
+    rate = rates["evaluation", "DPO"]
+    side = 4.3027 * 0.1 / 3**0.5 / (0.25 + 0.24 + 0.21) * 3
+    assert list(rates) == [("evaluation", "DPO")] and rate.rates == [0.5, 0.6, 0.7]
+    assert rate.high == pytest.approx(1 / (1 + math.exp(-math.log(1.5) - side)), abs=1e-4)
+    assert rate.seed_deviation == pytest.approx(0.08)  # 0.01 - 0.0036
+    assert spread.rate_row("evaluation", "DPO", rate)[-2:] == ("of each run", "50.0 · 60.0 · 70.0")
 
 
 def test_runs_of_different_recipes_are_not_put_together(run_of, tmp_path):

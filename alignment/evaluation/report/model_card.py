@@ -157,5 +157,6 @@ def _win_rates(run: Path) -> Iterator[Config]:
     for path in results:
         found = read_json_object(path)
         for name, digest in read_json_object(path.with_name("sampling.json"))["models"].items():
-            if digest == own and (rate := found["models"].get(name, {}).get("win_rate")):
-                yield {**found, "share": format_share(rate)}
+            judged = found["models"].get(name, found["models"].get(name.rpartition(", seed ")[0], {}))
+            if digest == own and (rate := judged.get("win_rate")):
+                yield {**found, "share": format_share(rate), "seeds": rate.get("seeds")}

@@ -51,8 +51,8 @@ RESULTS = tuple(prefix + metric for prefix in ("", HELD_OUT) for metric in ("los
 LEADS = {
     "win-rates": "Share of prompts on which a policy's response is preferred, ties counting half. Each pair is shown to the "
     "judge in both orders; only a preference that holds in both is a win. Where the orders contradict each other the pair "
-    "counts half and narrows no interval. Whiskers are 95 % intervals, the dashed line is 50 %. Where the "
-    "intervals of two policies overlap, no difference between them is shown.",
+    "counts half and narrows no interval. Whiskers are 95 % intervals, of several seeds over prompts and seeds; the "
+    "dashed line is 50 %. Where the intervals of two policies overlap, no difference between them is shown.",
     "gold": "Mean of each part of the true reward, which no policy saw in training. Each chart has the scale of its part.",
     "pairs": "How far training moved the log-probability of whole responses to comparisons that no policy saw. Where the "
     "chosen responses fall with the rejected ones, their probability went to responses in no pair. All charts have the "

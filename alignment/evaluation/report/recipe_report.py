@@ -98,6 +98,8 @@ def summary_rows(results: Mapping[str, Any]) -> list[dict[str, Any]]:
     rows = []
     for name, model in results.get("models", {}).items():
         row = {"policy": name, f"win rate against {results['baseline']}": model.get("win_rate")}
+        if rates := (model.get("win_rate") or {}).get("rates"):
+            row["of each seed, %"] = ", ".join(f"{100 * rate:.1f}" for rate in rates)
         row |= {"corrected by people": model["by_people"]["corrected"]} if model.get("by_people") else {}
         row |= {label: model[key] for key, label in ORDERS.items() if model.get(key) and model[key].get("n", 1)}
         if "gold" in model:
@@ -139,7 +141,8 @@ def verdicts(results: Results) -> list[str]:
     judged = {name: model for name, model in models.items() if "win_rate" in model}
     return [
         f"{preference_sentence(name, model['win_rate'], results['baseline'])}; judge: {judge}."
-        + f" The judge's two orders contradict each other on {model['inconsistent']['count']} of them."
+        + " The judge's two orders contradict each other on "
+        f"{model['inconsistent']['count']} {'pairs in all' if 'seeds' in model else 'of them'}."
         * bool(model["inconsistent"]["count"])
         for name, model in judged.items()
     ]

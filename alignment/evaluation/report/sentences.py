@@ -23,8 +23,9 @@ def joined(names: Sequence[str]) -> str:
 
 def preference_sentence(policy: str, rate: Mapping[str, float], baseline: str) -> str:
     """The policy of two that is preferred, in words and with the 95 % interval; no difference where that includes one half."""
+    of_seeds = f" with {rate['seeds']} seeds each" if "seeds" in rate else ""
     share = (
-        f"{100 * rate['rate']:.1f} % of {rate['n']} prompts, ties counting half "
+        f"{100 * rate['rate']:.1f} % of {rate.get('prompts', rate['n'])} prompts{of_seeds}, ties counting half "
         f"(95 %: {100 * rate['low']:.1f} to {100 * rate['high']:.1f})"
     )
     if rate["low"] > 0.5:
