@@ -1,6 +1,6 @@
 """Log-probabilities of tokens, entropies and distillation, from logits or hidden states and a head; classification."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import repeat
@@ -292,6 +292,10 @@ def chunked_token_log_probs(
         known: logits of ids from here on are left out; None: all count.
     """
     device, vocabulary = hidden.device.type, head.out_features
+    if loss is None and computes_float32_logits(head, hidden):
+        weight: Tensor = head.weight  # type: ignore[attr-defined]
+        weight = weight if known is None else weight[:known]
+        return _float32_outputs(weight, hidden, tokens, temperature, entropy)
     chunk = max(1, CHUNK_ELEMENTS.get(device, 2**25) // vocabulary)
     of_chunk = partial(_chunk_outputs, head, temperature=temperature, with_entropy=entropy, known=known)
     if len(tokens) <= chunk:
@@ -304,6 +308,126 @@ def chunked_token_log_probs(
     return TokenOutputs(
         torch.cat(log_probs), torch.cat(entropies) if entropy else None, None if loss is None else torch.cat(losses)
     )
+
+
+def computes_float32_logits(head: object, hidden: Tensor) -> bool:
+    """True where a plain head gives float32 logits although the run computes in bfloat16: under autocast on a CPU.
+
+    A logit of 16 to 32 has steps of 1/8 in bfloat16, which are steps of 13 % in a ratio of probabilities.
+    """
+    if hidden.device.type != "cpu" or not torch.is_autocast_enabled("cpu"):
+        return False
+    if not isinstance(head, torch.nn.Linear) or head.bias is not None:
+        return False
+    whole = not head._forward_pre_hooks and not head._forward_hooks  # a hook may gather the weight, or read the logits
+    return whole and getattr(head, "compute_dtype", head.weight.dtype) == torch.float32
+
+
+def head_logits(head: Head, hidden: Tensor) -> Tensor:
+    """head(hidden), [..., V]; in float32 where `computes_float32_logits`."""
+    if not computes_float32_logits(head, hidden):
+        return head(hidden)
+    with torch.autocast("cpu", enabled=False):
+        return head(hidden.float())
+
+
+def _float32_outputs(
+    weight: Tensor, hidden: Tensor, tokens: Tensor, temperature: float, with_entropy: bool
+) -> TokenOutputs:
+    """`token_log_probs_and_entropy` of float32 logits hidden weight^T / temperature."""
+    rows = max(1, len(tokens))
+    if not torch.is_grad_enabled():
+        weight = weight.detach()
+    elif weight.requires_grad:
+        rows = max(1, 2 * KEPT_ELEMENTS["cpu"] // len(weight))  # as many bytes, in bfloat16
+    call: Callable[..., tuple[Tensor, Tensor]] = _HeadLogProbs.apply
+    if len(tokens) > rows:
+        call = partial(checkpoint, call, use_reentrant=False)
+    pieces = [
+        call(states, labels, weight, temperature, with_entropy)
+        for states, labels in zip(hidden.split(rows), tokens.split(rows), strict=True)
+    ]
+    log_probs, entropies = zip(*pieces, strict=True)
+    return TokenOutputs(torch.cat(log_probs), torch.cat(entropies) if with_entropy else None)
+
+
+class _HeadLogProbs(torch.autograd.Function):
+    """Log-probabilities and entropies of float32 logits = hidden weight^T / temperature; gradients of bfloat16 products.
+
+    d log p(token) / d hidden = (weight[token] - sum_v p(v) weight[v]) / temperature
+
+    That is computed while the logits are there, which are made once. Of a trained weight p(v) - [v = token] is kept, in
+    bfloat16. The gradient of the entropy, which few losses use, makes the logits a second time.
+    """
+
+    @staticmethod
+    @torch.autocast("cpu", enabled=False)
+    def forward(
+        ctx, hidden: Tensor, tokens: Tensor, weight: Tensor, temperature: float, with_entropy: bool
+    ) -> tuple[Tensor, Tensor]:
+        trains_weight = ctx.needs_input_grad[2]
+        differentiable = trains_weight or ctx.needs_input_grad[0]
+        low = weight.bfloat16() if differentiable else weight
+        log_probs = hidden.new_zeros(len(tokens), dtype=torch.float32)
+        entropies = torch.zeros_like(log_probs)
+        directions = low.new_empty(hidden.shape if differentiable else 0)
+        gaps = low.new_empty((len(tokens), len(weight)) if trains_weight else 0)
+        for rows, logs, buffer in _log_probs_in_chunks(hidden, weight, temperature):
+            labels = tokens[rows].unsqueeze(1)
+            log_probs[rows] = logs.gather(1, labels).squeeze(1)
+            if not (with_entropy or differentiable):
+                continue
+            probabilities = torch.exp(logs, out=buffer)
+            if with_entropy:
+                entropies[rows] = -torch.linalg.vecdot(probabilities, logs)
+            if differentiable:
+                minus_one = torch.full_like(labels, -1, dtype=torch.float32)
+                gap = probabilities.scatter_add_(1, labels, minus_one).bfloat16()
+                directions[rows] = gap @ low
+            if trains_weight:
+                gaps[rows] = gap
+        ctx.save_for_backward(hidden, weight, directions, gaps, entropies)
+        ctx.temperature = temperature
+        ctx.set_materialize_grads(False)
+        return log_probs, entropies
+
+    @staticmethod
+    @torch.autocast("cpu", enabled=False)
+    def backward(ctx, *grad_outputs: Tensor | None):
+        hidden, weight, directions, gaps, entropies = ctx.saved_tensors
+        to_log_probs, to_entropy = grad_outputs
+        to_hidden = hidden.new_zeros(hidden.shape, dtype=torch.float32)
+        to_weight = torch.zeros_like(weight) if ctx.needs_input_grad[2] else None
+        if to_log_probs is not None:
+            factor = (to_log_probs / -ctx.temperature).unsqueeze(1)
+            to_hidden += factor * directions
+            if to_weight is not None:
+                to_weight += gaps.t() @ (factor * hidden).bfloat16()
+        if to_entropy is not None:
+            wide = weight.float()
+            for rows, logs, buffer in _log_probs_in_chunks(hidden, weight, ctx.temperature):
+                factor = (to_entropy[rows] / -ctx.temperature).unsqueeze(1)
+                probabilities = torch.exp(logs, out=buffer)
+                gradient = probabilities.mul_(logs.add_(entropies[rows].unsqueeze(1))).mul_(factor)
+                to_hidden[rows] += gradient @ wide
+                if to_weight is not None:
+                    to_weight += gradient.t() @ hidden[rows].float()
+        return to_hidden.to(hidden.dtype), None, to_weight, None, None
+
+
+def _log_probs_in_chunks(hidden: Tensor, weight: Tensor, temperature: float) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Rows, their log-probabilities [m, V] and a buffer of that size; both tensors are written again for the next rows.
+
+    New ones would cost a page fault for every 4 KiB.
+    """
+    wide = weight.float()
+    size = max(1, min(len(hidden), CHUNK_ELEMENTS["cpu"] // len(wide)))
+    log_probs = wide.new_empty(size, len(wide))
+    buffer = torch.empty_like(log_probs)
+    for start in range(0, len(hidden), size):
+        states = hidden[start : start + size].float()
+        logits = torch.mm(states, wide.t(), out=buffer[: len(states)]).div_(temperature)
+        yield slice(start, start + size), torch.log_softmax(logits, -1, out=log_probs[: len(states)]), logits
 
 
 def _chunk_outputs(

@@ -424,6 +424,7 @@ def _gpu_choices(gpu: bool, precision: str) -> Iterator[None]:
             stack.enter_context(patch.dict(size, cpu=size["cuda"]))
         for module in (layer_contexts, norms, rotary):
             stack.enter_context(patch.object(module, "on_gpu", lambda x: True))
+        stack.enter_context(patch.object(language, "computes_float32_logits", lambda head, hidden: False))
         stack.enter_context(patch.object(functional, "rms_norm", _FusedNorm.apply))
         if precision == "bf16":
             of_kernel = lambda specs, _, training: varlen_computes(specs, training)  # noqa: E731
