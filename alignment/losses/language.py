@@ -1,6 +1,6 @@
 """Log-probabilities of tokens, entropies and distillation, from logits or hidden states and a head; classification."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import repeat
@@ -292,15 +292,16 @@ def chunked_token_log_probs(
         known: logits of ids from here on are left out; None: all count.
     """
     device, vocabulary = hidden.device.type, head.out_features
-    if loss is None and computes_float32_logits(head, hidden):
-        weight: Tensor = head.weight  # type: ignore[attr-defined]
-        weight = weight if known is None else weight[:known]
-        return _float32_outputs(weight, hidden, tokens, temperature, entropy)
     chunk = max(1, CHUNK_ELEMENTS.get(device, 2**25) // vocabulary)
     of_chunk = partial(_chunk_outputs, head, temperature=temperature, with_entropy=entropy, known=known)
+    kept = len(tokens) * vocabulary <= KEPT_ELEMENTS.get(device, 2**26)
+    if loss is None and computes_float32_logits(head, hidden):
+        weight: Tensor = head.weight  # type: ignore[attr-defined]
+        kept = kept or not weight.requires_grad
+        weight = weight if known is None else weight[:known]
+        of_chunk = partial(_float32_outputs, weight.float(), weight.bfloat16().detach(), temperature, entropy)
     if len(tokens) <= chunk:
         return of_chunk(hidden, tokens, loss)
-    kept = len(tokens) * vocabulary <= KEPT_ELEMENTS.get(device, 2**26)
     call = of_chunk if kept else partial(checkpoint, of_chunk, use_reentrant=False)
     parts = loss.split(chunk) if isinstance(loss, TeacherLoss) else repeat(loss)
     pieces = [call(*each) for each in zip(hidden.split(chunk), tokens.split(chunk), parts, strict=False)]
@@ -332,27 +333,17 @@ def head_logits(head: Head, hidden: Tensor) -> Tensor:
 
 
 def _float32_outputs(
-    weight: Tensor, hidden: Tensor, tokens: Tensor, temperature: float, with_entropy: bool
+    weight: Tensor, rounded: Tensor, temperature: float, with_entropy: bool, hidden: Tensor, tokens: Tensor, _: None
 ) -> TokenOutputs:
-    """`token_log_probs_and_entropy` of float32 logits hidden weight^T / temperature."""
-    rows = max(1, len(tokens))
+    """`token_log_probs_and_entropy` of float32 logits hidden weight^T / temperature; `rounded`: weight in bfloat16."""
     if not torch.is_grad_enabled():
         weight = weight.detach()
-    elif weight.requires_grad:
-        rows = max(1, 2 * KEPT_ELEMENTS["cpu"] // len(weight))  # as many bytes, in bfloat16
-    call: Callable[..., tuple[Tensor, Tensor]] = _HeadLogProbs.apply
-    if len(tokens) > rows:
-        call = partial(checkpoint, call, use_reentrant=False)
-    pieces = [
-        call(states, labels, weight, temperature, with_entropy)
-        for states, labels in zip(hidden.split(rows), tokens.split(rows), strict=True)
-    ]
-    log_probs, entropies = zip(*pieces, strict=True)
-    return TokenOutputs(torch.cat(log_probs), torch.cat(entropies) if with_entropy else None)
+    log_probs, entropies = _HeadLogProbs.apply(hidden, tokens, weight, rounded, temperature)
+    return TokenOutputs(log_probs, entropies if with_entropy else None)
 
 
 class _HeadLogProbs(torch.autograd.Function):
-    """Log-probabilities and entropies of float32 logits = hidden weight^T / temperature; gradients of bfloat16 products.
+    """Log-probabilities and entropies of float32 logits, hidden weight^T / temperature; gradients of bfloat16 products.
 
     d log p(token) / d hidden = (weight[token] - sum_v p(v) weight[v]) / temperature
 
@@ -363,71 +354,41 @@ class _HeadLogProbs(torch.autograd.Function):
     @staticmethod
     @torch.autocast("cpu", enabled=False)
     def forward(
-        ctx, hidden: Tensor, tokens: Tensor, weight: Tensor, temperature: float, with_entropy: bool
+        ctx, hidden: Tensor, tokens: Tensor, weight: Tensor, rounded: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        trains_weight = ctx.needs_input_grad[2]
-        differentiable = trains_weight or ctx.needs_input_grad[0]
-        low = weight.bfloat16() if differentiable else weight
-        log_probs = hidden.new_zeros(len(tokens), dtype=torch.float32)
-        entropies = torch.zeros_like(log_probs)
-        directions = low.new_empty(hidden.shape if differentiable else 0)
-        gaps = low.new_empty((len(tokens), len(weight)) if trains_weight else 0)
-        for rows, logs, buffer in _log_probs_in_chunks(hidden, weight, temperature):
-            labels = tokens[rows].unsqueeze(1)
-            log_probs[rows] = logs.gather(1, labels).squeeze(1)
-            if not (with_entropy or differentiable):
-                continue
-            probabilities = torch.exp(logs, out=buffer)
-            if with_entropy:
-                entropies[rows] = -torch.linalg.vecdot(probabilities, logs)
-            if differentiable:
-                minus_one = torch.full_like(labels, -1, dtype=torch.float32)
-                gap = probabilities.scatter_add_(1, labels, minus_one).bfloat16()
-                directions[rows] = gap @ low
-            if trains_weight:
-                gaps[rows] = gap
-        ctx.save_for_backward(hidden, weight, directions, gaps, entropies)
+        logits = (hidden.float() @ weight.t()).div_(temperature)
+        log_probs = log_softmax(logits)
+        probabilities = torch.exp(log_probs, out=logits)
+        entropies = -torch.linalg.vecdot(probabilities, log_probs)
+        labels = tokens.unsqueeze(1)
+        if any(ctx.needs_input_grad):
+            gap = probabilities.scatter_add_(1, labels, torch.full_like(labels, -1, dtype=torch.float32)).bfloat16()
+            kept = gap if ctx.needs_input_grad[2] else None
+            ctx.save_for_backward(hidden, weight, gap @ rounded, kept, entropies)
         ctx.temperature = temperature
         ctx.set_materialize_grads(False)
-        return log_probs, entropies
+        return log_probs.gather(1, labels).squeeze(1), entropies
 
     @staticmethod
     @torch.autocast("cpu", enabled=False)
     def backward(ctx, *grad_outputs: Tensor | None):
-        hidden, weight, directions, gaps, entropies = ctx.saved_tensors
-        to_log_probs, to_entropy = grad_outputs
+        hidden, weight, directions, gap, entropies = ctx.saved_tensors
+        to_log_probs, to_entropy = (
+            None if grad is None else grad.unsqueeze(1) / -ctx.temperature for grad in grad_outputs
+        )
         to_hidden = hidden.new_zeros(hidden.shape, dtype=torch.float32)
-        to_weight = torch.zeros_like(weight) if ctx.needs_input_grad[2] else None
+        to_weight = None if gap is None else torch.zeros_like(weight)
         if to_log_probs is not None:
-            factor = (to_log_probs / -ctx.temperature).unsqueeze(1)
-            to_hidden += factor * directions
+            to_hidden += to_log_probs * directions
             if to_weight is not None:
-                to_weight += gaps.t() @ (factor * hidden).bfloat16()
+                to_weight += gap.t() @ (to_log_probs * hidden).bfloat16()
         if to_entropy is not None:
-            wide = weight.float()
-            for rows, logs, buffer in _log_probs_in_chunks(hidden, weight, ctx.temperature):
-                factor = (to_entropy[rows] / -ctx.temperature).unsqueeze(1)
-                probabilities = torch.exp(logs, out=buffer)
-                gradient = probabilities.mul_(logs.add_(entropies[rows].unsqueeze(1))).mul_(factor)
-                to_hidden[rows] += gradient @ wide
-                if to_weight is not None:
-                    to_weight += gradient.t() @ hidden[rows].float()
+            log_probs = log_softmax((hidden.float() @ weight.t()).div_(ctx.temperature))
+            gradient = log_probs.exp().mul_(log_probs.add_(entropies.unsqueeze(1))).mul_(to_entropy)
+            to_hidden += gradient @ weight
+            if to_weight is not None:
+                to_weight += gradient.t() @ hidden.float()
         return to_hidden.to(hidden.dtype), None, to_weight, None, None
-
-
-def _log_probs_in_chunks(hidden: Tensor, weight: Tensor, temperature: float) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Rows, their log-probabilities [m, V] and a buffer of that size; both tensors are written again for the next rows.
-
-    New ones would cost a page fault for every 4 KiB.
-    """
-    wide = weight.float()
-    size = max(1, min(len(hidden), CHUNK_ELEMENTS["cpu"] // len(wide)))
-    log_probs = wide.new_empty(size, len(wide))
-    buffer = torch.empty_like(log_probs)
-    for start in range(0, len(hidden), size):
-        states = hidden[start : start + size].float()
-        logits = torch.mm(states, wide.t(), out=buffer[: len(states)]).div_(temperature)
-        yield slice(start, start + size), torch.log_softmax(logits, -1, out=log_probs[: len(states)]), logits
 
 
 def _chunk_outputs(

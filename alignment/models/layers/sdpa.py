@@ -33,8 +33,9 @@ def attend(
     """
     if spec.softcap is None:
         low = q.dtype == torch.bfloat16 and q.device.type == "cpu" and not on_gpu(q)
-        if causal and mask is None and not dropout and low and not torch.compiler.is_compiling():
-            return _blocked_attention(q, k, v, spec.scale)
+        if low and causal and mask is None and not dropout and not torch.compiler.is_compiling():
+            grouped = q.reshape(-1, q.shape[1] // k.shape[1], *q.shape[2:])
+            return _BlockedAttention.apply(grouped, k.flatten(0, 1), v.flatten(0, 1), spec.scale).view(q.shape)
         # No fast kernel of a GPU shares key heads in float32.
         if q.is_cuda and q.dtype == torch.float32 and q.shape[1] != k.shape[1]:
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
@@ -54,25 +55,21 @@ def attend(
     return F.dropout(weights, dropout) @ v
 
 
-def _blocked_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Causal attention of bfloat16 on a CPU, where torch's kernel is no faster than in float32; arguments as for `attend`."""
-    grouped = q.reshape(-1, q.shape[1] // k.shape[1], *q.shape[2:])
-    return _BlockedAttention.apply(grouped, k.flatten(0, 1), v.flatten(0, 1), scale).view(q.shape)
-
-
 class _BlockedAttention(torch.autograd.Function):
-    """Causal attention, a block of queries at a time: q [N, G, T, K], and k and v [N, T, K], which G heads share.
+    """Causal attention of bfloat16 on a CPU, a block of queries at a time; torch's kernel is as slow as float32's.
 
-    Scores, softmax and sums over blocks are in float32; the other products are of bfloat16.
+    q is [N, G, T, K]; k and v, which G heads share, are [N, T, K]. Scores, softmax and sums over blocks are in
+    float32; the other products are of bfloat16.
     """
 
     @staticmethod
     @torch.autocast("cpu", enabled=False)
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        mixed = torch.empty(q.shape, dtype=q.dtype)
-        for block in _blocks(q.shape[2]):
-            weights = _block_weights(q, k, scale, block).to(v.dtype)
-            mixed[:, :, block] = (weights @ v[:, : block.stop]).view(mixed[:, :, block].shape)
+        mixed = torch.empty_like(q)
+        for block in _blocks(q):
+            mixed[:, :, block] = (_block_weights(q, k, scale, block).to(v.dtype) @ v[:, : block.stop]).view_as(
+                q[:, :, block]
+            )
         ctx.save_for_backward(q, k, v, mixed)
         ctx.scale = scale
         return mixed
@@ -80,39 +77,36 @@ class _BlockedAttention(torch.autograd.Function):
     @staticmethod
     @torch.autocast("cpu", enabled=False)
     def backward(ctx, *grad_outputs: Tensor):
-        (q, k, v, mixed), (grad,) = ctx.saved_tensors, grad_outputs
+        q, k, v, mixed = ctx.saved_tensors
+        grad = grad_outputs[0]
         # d softmax(s) / d s = P (dP - sum_keys P dP), and that sum is the product of a query's output and its gradient.
         sums = (grad.float() * mixed).sum(-1, keepdim=True)
-        to_q = torch.empty(q.shape, dtype=q.dtype)
+        to_q = torch.empty_like(q)
         to_k = torch.zeros(k.shape)
         to_v = torch.zeros(v.shape)
-        for block in _blocks(q.shape[2]):
+        for block in _blocks(q):
+            seen = slice(block.stop)
             weights = _block_weights(q, k, ctx.scale, block)
-            to_mixed = _queries(grad, block)
-            to_v[:, : block.stop] += weights.to(v.dtype).transpose(1, 2) @ to_mixed
-            to_weights = to_mixed @ v[:, : block.stop].transpose(1, 2)
-            to_scores = weights.mul_(to_weights - _queries(sums, block)).mul_(ctx.scale).to(q.dtype)
-            to_q[:, :, block] = (to_scores @ k[:, : block.stop]).view(to_q[:, :, block].shape)
-            to_k[:, : block.stop] += to_scores.transpose(1, 2) @ _queries(q, block)
+            to_mixed = grad[:, :, block].flatten(1, 2)
+            to_v[:, seen] += weights.to(v.dtype).transpose(1, 2) @ to_mixed
+            to_weights = to_mixed @ v[:, seen].transpose(1, 2)
+            to_scores = weights.mul_(to_weights - sums[:, :, block].flatten(1, 2)).mul_(ctx.scale).to(q.dtype)
+            to_q[:, :, block] = (to_scores @ k[:, seen]).view_as(q[:, :, block])
+            to_k[:, seen] += to_scores.transpose(1, 2) @ q[:, :, block].flatten(1, 2)
         return to_q, to_k.to(k.dtype), to_v.to(v.dtype), None
 
 
-def _blocks(queries: int) -> list[slice]:
-    """The queries in blocks."""
-    return [slice(start, min(start + QUERY_BLOCK, queries)) for start in range(0, queries, QUERY_BLOCK)]
-
-
-def _queries(x: Tensor, block: slice) -> Tensor:
-    """A block of [N, G, T, K], the heads of a group behind one another: [N, G * n, K]."""
-    return x[:, :, block].flatten(1, 2)
+def _blocks(q: Tensor) -> list[slice]:
+    """The queries of [N, G, T, K] in blocks."""
+    return [slice(start, start + QUERY_BLOCK) for start in range(0, q.shape[2], QUERY_BLOCK)]
 
 
 def _block_weights(q: Tensor, k: Tensor, scale: float, block: slice) -> Tensor:
     """Attention weights of a block of queries on the keys up to its end, float32, [N, G * n, end]."""
-    scores = _queries(q, block).float() @ k[:, : block.stop].float().transpose(1, 2)
-    size = block.stop - block.start
-    later = torch.ones(size, size, dtype=torch.bool).triu(1)
-    scores.mul_(scale).view(-1, size, block.stop)[..., block].masked_fill_(later, -torch.inf)
+    queries = q[:, :, block]
+    scores = queries.flatten(1, 2).float() @ k[:, : block.stop].float().transpose(1, 2)
+    later = torch.ones(queries.shape[2], queries.shape[2], dtype=torch.bool).triu(1)
+    scores.mul_(scale).view(*queries.shape[:3], -1)[..., block].masked_fill_(later, -torch.inf)
     return torch.softmax(scores, -1, out=scores)
 
 
