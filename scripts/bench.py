@@ -2,19 +2,19 @@
 
     python scripts/bench.py [--only sft reward dpo] [--sizes nano micro gpt2] [--rows world|hh] [--rounds N]
     python scripts/bench.py --policy build/bases/smollm2 --adapters lora none --precision fp32 bf16 --rows filled \
-        --batch 4 --steps 5 --rounds 1
+        --batch 4 --steps 5 --rounds 1 --plain
 
 Runs in processes of their own take turns: ours, trl as it comes, and trl at each setting that could make it faster (packing,
-rows grouped by length, reference log-probabilities computed beforehand, as ours can too). Both read the same rows from the
-same checkpoint, 32 rows an update. A real model is given by its directory, --policy. With several --precision all of them take
-turns in one run, on whole rows of --batch; `filled` rows are all as long as they may be. Figures are medians over rounds, with the lowest and the highest: tokens and rows (pairs)
-per second after two updates (by the clock, and by the processor's time of the process, which other work on the machine moves less),
-seconds from the start of Python to the end of the first update (prepared data lies in ours'
-cache from a round that is not counted), peak memory, and MFU, by the processor's time on a CPU: 6 operations per weight of a
-matrix product and token, 4 under LoRA, 2 more for DPO's reference where it runs beside the policy, over what a large product
-reaches in the same run and precision. Tokens are real ones:
-padding earns nothing, and a prompt that we compute once for both sides of a pair counts twice. Forward, backward and
-decoding beside transformers are in bench_model.py. `ratios` above 1: ours is faster, or takes more seconds and memory.
+rows grouped by length, reference log-probabilities computed beforehand, as ours can too); --plain leaves these settings out.
+Both read the same rows from the same checkpoint, 32 rows an update or --batch. --policy is the directory of a real model; of
+several --precision all take turns in one run; `filled` rows have 512 tokens each. Figures are medians over rounds, with the
+lowest and the highest: tokens and rows (pairs) per second after two updates, by the clock, and by the process's time of the
+processor, which other work on the machine moves less; seconds from the start of Python to the end of the first update
+(prepared data lies in ours' cache from a round that is not counted), peak memory, and MFU, on a CPU by the processor's time:
+6 operations per weight of a matrix product and token, 4 under LoRA, 2 more for DPO's reference where it runs beside the
+policy, over what a large product reaches in the same run and precision. Tokens are real ones: padding earns nothing, and a
+prompt that we compute once for both sides of a pair counts twice. Forward, backward and decoding beside transformers are in
+bench_model.py. `ratios` above 1: ours is faster, or takes more seconds and memory.
 """
 
 import argparse
@@ -183,15 +183,15 @@ class Clock:
     """Notes the end of each update and what was trained in it."""
 
     def __init__(self) -> None:
-        self.updates: list[tuple[float, float, float, float]] = []  # end, processor seconds, tokens, rows
+        self.updates: list[tuple[float, float, float, float]] = []  # end, tokens, rows, processor's seconds
 
     def note(self, tokens: float, rows: float) -> None:
         """An update has ended."""
-        self.updates.append((time.time(), time.process_time(), tokens, rows))
+        self.updates.append((time.time(), tokens, rows, time.process_time()))
 
     def figures(self) -> dict[str, float]:
         """Speed after the warm-up, seconds to the first update, peak memory of the process in MB."""
-        ends, processor, tokens, rows = zip(*self.updates, strict=True)
+        ends, tokens, rows, processor = zip(*self.updates, strict=True)
         seconds = ends[-1] - ends[WARM_UP - 1]
         return {
             "tokens_per_second": sum(tokens[WARM_UP:]) / seconds,
