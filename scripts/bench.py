@@ -7,7 +7,8 @@
 Runs in processes of their own take turns: ours, trl as it comes, and trl at each setting that could make it faster (packing,
 rows grouped by length, reference log-probabilities computed beforehand, as ours can too); --plain leaves these settings out.
 Both read the same rows from the same checkpoint, 32 rows an update or --batch. --policy is the directory of a real model; of
-several --precision all take turns in one run; `filled` rows have 512 tokens each. Figures are medians over rounds, with the
+several --precision all take turns in one run; `filled` rows are all about
+450 tokens long. Figures are medians over rounds, with the
 lowest and the highest: tokens and rows (pairs) per second after two updates, by the clock, and by the process's time of the
 processor, which other work on the machine moves less; seconds from the start of Python to the end of the first update
 (prepared data lies in ours' cache from a round that is not counted), peak memory, and MFU, on a CPU by the processor's time:
@@ -49,6 +50,7 @@ BATCH, MAX_LENGTH = 32, 512  # rows of an update, tokens of a row
 PAIR = ("prompt", "chosen", "rejected")
 HH_ROWS = 1200  # all have a reference computed
 SHORT = 1000  # characters; below 512 tokens of the small vocabularies here
+FILLED = 1500  # characters; 450 tokens or so of a real model's vocabulary
 RANK, ALPHA = 16, 32  # of LoRA on all linear layers of the blocks
 KEYS = ("tokens_per_second", "tokens_per_cpu_second", "rows_per_second", "first_step_seconds", "peak_mb")
 PACKING = {"packing": True, "packing_strategy": "wrapped", "per_device_train_batch_size": 4}
@@ -160,11 +162,11 @@ def hh_rows(kind: str, folder: Path, count: int) -> Path:
 
 
 def filled_rows(kind: str, folder: Path, count: int) -> Path:
-    """Rows of more tokens than are read of one, so that every document has `MAX_LENGTH`."""
+    """Rows of about as many tokens as may be read of one, and never more: trl leaves longer pairs out."""
     sentences = [f"The guest of room {i} asked for {i * 7 % 13} towels and a quiet evening." for i in range(200)]
     rows = []
     for number in range(count):
-        text = " ".join(sentences[number % 100 :])
+        text = " ".join(sentences[number % 100 :])[:FILLED]
         prompt = f"Tell me about it, guest {number}."
         sides = {"completion": f" {text}"}
         if kind != "sft":
@@ -222,7 +224,7 @@ def run_ours(settings: dict[str, Any], folder: Path) -> Clock:
         max_steps=settings["steps"], save_every_steps=0, batch_size=settings["batch"], precision=settings["precision"]
     )
     adapter = {"adapter": LoRASpec(rank=RANK, alpha=ALPHA)} if settings["adapter"] == "lora" else {}
-    data = DataConfig(train=settings["rows"], max_length=MAX_LENGTH, max_cut_share=1.0)
+    data = DataConfig(train=settings["rows"], max_length=MAX_LENGTH)
     with patch.object(Engine, "update", timed):
         run(
             config(
