@@ -299,7 +299,13 @@ def chunked_token_log_probs(
         weight: Tensor = head.weight  # type: ignore[attr-defined]
         kept = kept or not weight.requires_grad
         weight = weight if known is None else weight[:known]
-        of_chunk = partial(_float32_outputs, weight.float(), weight.bfloat16().detach(), temperature, entropy)
+        of_chunk = partial(
+            _float32_outputs,
+            weight=weight.float(),
+            rounded=weight.bfloat16().detach(),
+            temperature=temperature,
+            with_entropy=entropy,
+        )
     if len(tokens) <= chunk:
         return of_chunk(hidden, tokens, loss)
     call = of_chunk if kept else partial(checkpoint, of_chunk, use_reentrant=False)
@@ -333,19 +339,26 @@ def head_logits(head: Head, hidden: Tensor) -> Tensor:
 
 
 def _float32_outputs(
-    weight: Tensor, rounded: Tensor, temperature: float, with_entropy: bool, hidden: Tensor, tokens: Tensor, _: None
+    hidden: Tensor,
+    tokens: Tensor,
+    _: None,
+    *,
+    weight: Tensor,
+    rounded: Tensor,
+    temperature: float,
+    with_entropy: bool,
 ) -> TokenOutputs:
     """`token_log_probs_and_entropy` of float32 logits hidden weight^T / temperature; `rounded`: weight in bfloat16."""
     if not torch.is_grad_enabled():
         weight = weight.detach()
-    log_probs, entropies = _HeadLogProbs.apply(hidden, tokens, weight, rounded, temperature)
+    log_probs, entropies = _HeadLogProbs.apply(hidden.float() / temperature, tokens, weight, rounded)
     return TokenOutputs(log_probs, entropies if with_entropy else None)
 
 
 class _HeadLogProbs(torch.autograd.Function):
-    """Log-probabilities and entropies of float32 logits, hidden weight^T / temperature; gradients of bfloat16 products.
+    """Log-probabilities and entropies of float32 logits, hidden weight^T; gradients of bfloat16 products.
 
-    d log p(token) / d hidden = (weight[token] - sum_v p(v) weight[v]) / temperature
+    d log p(token) / d hidden = weight[token] - sum_v p(v) weight[v]
 
     That is computed while the logits are there, which are made once. Of a trained weight p(v) - [v = token] is kept, in
     bfloat16. The gradient of the entropy, which few losses use, makes the logits a second time.
@@ -353,10 +366,8 @@ class _HeadLogProbs(torch.autograd.Function):
 
     @staticmethod
     @torch.autocast("cpu", enabled=False)
-    def forward(
-        ctx, hidden: Tensor, tokens: Tensor, weight: Tensor, rounded: Tensor, temperature: float
-    ) -> tuple[Tensor, Tensor]:
-        logits = (hidden.float() @ weight.t()).div_(temperature)
+    def forward(ctx, hidden: Tensor, tokens: Tensor, weight: Tensor, rounded: Tensor) -> tuple[Tensor, Tensor]:
+        logits = hidden @ weight.t()
         log_probs = log_softmax(logits)
         probabilities = torch.exp(log_probs, out=logits)
         entropies = -torch.linalg.vecdot(probabilities, log_probs)
@@ -365,7 +376,6 @@ class _HeadLogProbs(torch.autograd.Function):
             gap = probabilities.scatter_add_(1, labels, torch.full_like(labels, -1, dtype=torch.float32)).bfloat16()
             kept = gap if ctx.needs_input_grad[2] else None
             ctx.save_for_backward(hidden, weight, gap @ rounded, kept, entropies)
-        ctx.temperature = temperature
         ctx.set_materialize_grads(False)
         return log_probs.gather(1, labels).squeeze(1), entropies
 
@@ -373,22 +383,20 @@ class _HeadLogProbs(torch.autograd.Function):
     @torch.autocast("cpu", enabled=False)
     def backward(ctx, *grad_outputs: Tensor | None):
         hidden, weight, directions, gap, entropies = ctx.saved_tensors
-        to_log_probs, to_entropy = (
-            None if grad is None else grad.unsqueeze(1) / -ctx.temperature for grad in grad_outputs
-        )
-        to_hidden = hidden.new_zeros(hidden.shape, dtype=torch.float32)
+        to_log_probs, to_entropy = (None if grad is None else -grad.unsqueeze(1) for grad in grad_outputs)
+        to_hidden = torch.zeros_like(hidden)
         to_weight = None if gap is None else torch.zeros_like(weight)
         if to_log_probs is not None:
             to_hidden += to_log_probs * directions
             if to_weight is not None:
                 to_weight += gap.t() @ (to_log_probs * hidden).bfloat16()
         if to_entropy is not None:
-            log_probs = log_softmax((hidden.float() @ weight.t()).div_(ctx.temperature))
+            log_probs = log_softmax(hidden @ weight.t())
             gradient = log_probs.exp().mul_(log_probs.add_(entropies.unsqueeze(1))).mul_(to_entropy)
             to_hidden += gradient @ weight
             if to_weight is not None:
-                to_weight += gradient.t() @ hidden.float()
-        return to_hidden.to(hidden.dtype), None, to_weight, None, None
+                to_weight += gradient.t() @ hidden
+        return to_hidden, None, to_weight, None
 
 
 def _chunk_outputs(
