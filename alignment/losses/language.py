@@ -301,8 +301,8 @@ def chunked_token_log_probs(
         weight = weight if known is None else weight[:known]
         of_chunk = partial(
             _float32_outputs,
-            weight=weight.float(),
-            rounded=weight.bfloat16().detach(),
+            weight=weight.detach().float(),
+            rounded=weight.bfloat16(),
             temperature=temperature,
             with_entropy=entropy,
         )
@@ -349,8 +349,6 @@ def _float32_outputs(
     with_entropy: bool,
 ) -> TokenOutputs:
     """`token_log_probs_and_entropy` of float32 logits hidden weight^T / temperature; `rounded`: weight in bfloat16."""
-    if not torch.is_grad_enabled():
-        weight = weight.detach()
     log_probs, entropies = _HeadLogProbs.apply(hidden.float() / temperature, tokens, weight, rounded)
     return TokenOutputs(log_probs, entropies if with_entropy else None)
 
@@ -361,7 +359,8 @@ class _HeadLogProbs(torch.autograd.Function):
     d log p(token) / d hidden = weight[token] - sum_v p(v) weight[v]
 
     That is computed while the logits are there, which are made once. Of a trained weight p(v) - [v = token] is kept, in
-    bfloat16. The gradient of the entropy, which few losses use, makes the logits a second time.
+    bfloat16, and the gradient goes to `rounded`, the weight in bfloat16. The gradient of the entropy, which few losses
+    use, makes the logits a second time.
     """
 
     @staticmethod
@@ -374,7 +373,7 @@ class _HeadLogProbs(torch.autograd.Function):
         labels = tokens.unsqueeze(1)
         if any(ctx.needs_input_grad):
             gap = probabilities.scatter_add_(1, labels, torch.full_like(labels, -1, dtype=torch.float32)).bfloat16()
-            kept = gap if ctx.needs_input_grad[2] else None
+            kept = gap if ctx.needs_input_grad[3] else None
             ctx.save_for_backward(hidden, weight, gap @ rounded, kept, entropies)
         ctx.set_materialize_grads(False)
         return log_probs.gather(1, labels).squeeze(1), entropies
@@ -385,18 +384,19 @@ class _HeadLogProbs(torch.autograd.Function):
         hidden, weight, directions, gap, entropies = ctx.saved_tensors
         to_log_probs, to_entropy = (None if grad is None else -grad.unsqueeze(1) for grad in grad_outputs)
         to_hidden = torch.zeros_like(hidden)
-        to_weight = None if gap is None else torch.zeros_like(weight)
+        to_weight = None
         if to_log_probs is not None:
             to_hidden += to_log_probs * directions
-            if to_weight is not None:
-                to_weight += gap.t() @ (to_log_probs * hidden).bfloat16()
+            if gap is not None:
+                to_weight = gap.t() @ (to_log_probs * hidden).bfloat16()
         if to_entropy is not None:
             log_probs = log_softmax(hidden @ weight.t())
             gradient = log_probs.exp().mul_(log_probs.add_(entropies.unsqueeze(1))).mul_(to_entropy)
             to_hidden += gradient @ weight
-            if to_weight is not None:
-                to_weight += gradient.t() @ hidden
-        return to_hidden, None, to_weight, None
+            if gap is not None:
+                of_entropy = (gradient.t() @ hidden).bfloat16()
+                to_weight = of_entropy if to_weight is None else to_weight + of_entropy
+        return to_hidden, None, None, to_weight
 
 
 def _chunk_outputs(
