@@ -1,15 +1,21 @@
 """Speed of training beside trl, on the same weights, rows, machine and run; JSON lines on standard output.
 
     python scripts/bench.py [--only sft reward dpo] [--sizes nano micro gpt2] [--rows world|hh] [--rounds N]
+    python scripts/bench.py --policy build/bases/smollm2 --adapters lora none --precision fp32 bf16 --rows filled \
+        --batch 4 --steps 5 --rounds 1 --plain
 
 Runs in processes of their own take turns: ours, trl as it comes, and trl at each setting that could make it faster (packing,
-rows grouped by length, reference log-probabilities computed beforehand, as ours can too). Both read the same rows from the
-same checkpoint, 32 rows an update. Figures are medians over rounds, with the lowest and the highest: tokens and rows (pairs)
-per second after two updates, seconds from the start of Python to the end of the first update (prepared data lies in ours'
-cache from a round that is not counted), peak memory, and MFU: 6 operations per weight of a matrix product and token, 2 more
-for DPO's reference where it runs beside the policy, over what a large product reaches in the same run. Tokens are real ones:
-padding earns nothing, and a prompt that we compute once for both sides of a pair counts twice. Forward, backward and
-decoding beside transformers are in bench_model.py. `ratios` above 1: ours is faster, or takes more seconds and memory.
+rows grouped by length, reference log-probabilities computed beforehand, as ours can too); --plain leaves these settings out.
+Both read the same rows from the same checkpoint, 32 rows an update or --batch. --policy is the directory of a real model; of
+several --precision all take turns in one run; `filled` rows are all about
+450 tokens long. Figures are medians over rounds, with the
+lowest and the highest: tokens and rows (pairs) per second after two updates, by the clock, and by the process's time of the
+processor, which other work on the machine moves less; seconds from the start of Python to the end of the first update
+(prepared data lies in ours' cache from a round that is not counted), peak memory, and MFU, on a CPU by the processor's time:
+6 operations per weight of a matrix product and token, 4 under LoRA, 2 more for DPO's reference where it runs beside the
+policy, over what a large product reaches in the same run and precision. Tokens are real ones: padding earns nothing, and a
+prompt that we compute once for both sides of a pair counts twice. Forward, backward and decoding beside transformers are in
+bench_model.py. `ratios` above 1: ours is faster, or takes more seconds and memory.
 """
 
 import argparse
@@ -18,7 +24,7 @@ import os
 import tempfile
 import time
 from functools import partial
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -44,7 +50,9 @@ BATCH, MAX_LENGTH = 32, 512  # rows of an update, tokens of a row
 PAIR = ("prompt", "chosen", "rejected")
 HH_ROWS = 1200  # all have a reference computed
 SHORT = 1000  # characters; below 512 tokens of the small vocabularies here
-KEYS = ("tokens_per_second", "rows_per_second", "first_step_seconds", "peak_mb")
+FILLED = 1500  # characters; 450 tokens or so of a real model's vocabulary
+RANK, ALPHA = 16, 32  # of LoRA on all linear layers of the blocks
+KEYS = ("tokens_per_second", "tokens_per_cpu_second", "rows_per_second", "first_step_seconds", "peak_mb")
 PACKING = {"packing": True, "packing_strategy": "wrapped", "per_device_train_batch_size": 4}
 MICRO_BATCH = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4}
 RUNS: dict[str, dict[str, dict[str, Any]]] = {  # with the settings of each that could make it faster
@@ -67,13 +75,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", choices=list(RUNS), default=list(RUNS))
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=["nano"])
-    parser.add_argument("--rows", choices=["world", "hh"], default="world")
+    parser.add_argument("--policy", help="directory of a model, in place of --sizes")
+    parser.add_argument("--adapters", nargs="+", choices=["none", "lora"], default=["none"])
+    parser.add_argument("--plain", action="store_true", help="without the settings that could make either faster")
+    parser.add_argument("--batch", type=int, default=BATCH, help="rows of an update")
+    parser.add_argument("--rows", choices=["world", "hh", "filled"], default="world")
     parser.add_argument("--steps", type=int, default=12, help="optimizer steps in each round")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="ours and trl's")
+    parser.add_argument("--precision", nargs="+", choices=["fp32", "bf16"], default=["fp32"], help="ours and trl's")
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    rate = measuring.matrix_rate(device, torch.bfloat16 if options.precision == "bf16" else torch.float32)
+    types = {"bf16": torch.bfloat16, "fp32": torch.float32}
+    rates = {precision: measuring.matrix_rate(device, types[precision]) for precision in options.precision}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         os.environ["ALIGNMENT_CACHE"] = str(folder / "cache")
@@ -83,13 +96,16 @@ def main() -> None:
         if options.rows == "hh":
             rows = {kind: hh_rows(kind, folder, HH_ROWS) for kind in RUNS}
             text = rows["sft"]
-        for size in options.sizes:
-            checkpoint = make_checkpoint(folder / size, text, size)
+        if options.rows == "filled":
+            rows = {kind: filled_rows(kind, folder, options.batch * options.steps) for kind in RUNS}
+        for size in [options.policy] if options.policy else options.sizes:
+            checkpoint = Path(size) if options.policy else make_checkpoint(folder / size, text, size)
             weights = measuring.matrix_weights(checkpoint)
-            for kind in options.only:
-                settings = {"kind": kind, "checkpoint": str(checkpoint), "rows": str(rows[kind])}
-                settings |= {"steps": options.steps, "precision": options.precision}
-                for row in bench_trainers(settings, options.rounds, weights / rate):
+            seconds = {precision: weights / rate for precision, rate in rates.items()}
+            for kind, adapter in product(options.only, options.adapters):
+                settings = {"kind": kind, "checkpoint": str(checkpoint.resolve()), "rows": str(rows[kind])}
+                settings |= {"steps": options.steps, "batch": options.batch, "adapter": adapter, "plain": options.plain}
+                for row in bench_trainers(settings, options.rounds, seconds):
                     print(json.dumps({**row, "size": size, "rows": options.rows}), flush=True)
 
 
@@ -100,21 +116,31 @@ def make_checkpoint(directory: Path, text: Path, size: str) -> Path:
     return directory
 
 
-def bench_trainers(settings: dict[str, Any], rounds: int, weight_seconds: float) -> list[dict[str, Any]]:
-    """Figures of ours and of trl's runs, which take turns; weight_seconds: weights over operations a second."""
+def bench_trainers(settings: dict[str, Any], rounds: int, weight_seconds: dict[str, float]) -> list[dict[str, Any]]:
+    """Figures of ours and of trl's runs, which take turns.
+
+    Args:
+        weight_seconds: weights over operations a second, of each precision.
+    """
     kind, calls = settings["kind"], {}
-    for name, own in RUNS[settings["kind"]].items():
-        calls[name] = partial(measuring.in_process, run, {**settings, "impl": name.split()[0], "own": own})
-        if name.startswith("alignment"):
-            calls[name]()  # not counted: it fills our cache of prepared rows (and of the reference)
+    for precision, (name, own) in product(weight_seconds, RUNS[kind].items()):
+        if own and settings["plain"]:
+            continue
+        this = {**settings, "precision": precision, "impl": name.split()[0], "own": own}
+        calls[name, precision] = partial(measuring.in_process, run, this)
+        if name.startswith("alignment") and not settings["plain"]:
+            calls[name, precision]()  # not counted: it fills our cache of prepared rows (and of the reference)
     figures, rows = measuring.take_turns(calls, rounds), []
-    for name, measured in figures.items():
+    for (name, precision), measured in figures.items():
         row: dict[str, Any] = {"bench": kind, "impl": name, "threads": torch.get_num_threads()}
-        row |= {"precision": settings["precision"], "rounds": rounds, **measuring.medians(measured, KEYS)}
-        operations = 8 if kind == "dpo" and "precomputed" not in name else 6
-        row["mfu"] = round(row["tokens_per_second"] * operations * weight_seconds, 3)
+        row |= {"adapter": settings["adapter"], "precision": precision, "batch": settings["batch"], "rounds": rounds}
+        row |= measuring.medians(measured, KEYS)
+        operations = 4 if settings["adapter"] == "lora" else 6
+        operations += 2 if kind == "dpo" and "precomputed" not in name else 0
+        speed = row["tokens_per_second" if torch.cuda.is_available() else "tokens_per_cpu_second"]
+        row["mfu"] = round(speed * operations * weight_seconds[precision], 3)
         if name.startswith("trl"):  # beside our own run with the same idea, where there is one
-            ours = figures.get(name.replace("trl", "alignment", 1), figures["alignment"])
+            ours = figures.get((name.replace("trl", "alignment", 1), precision), figures["alignment", precision])
             row["ratios"] = measuring.ratios(ours, measured, KEYS)
         rows.append(row)
     return rows
@@ -135,6 +161,20 @@ def hh_rows(kind: str, folder: Path, count: int) -> Path:
     return Path(measuring.write_rows(folder / f"hh_{kind}.jsonl", rows))
 
 
+def filled_rows(kind: str, folder: Path, count: int) -> Path:
+    """Rows of about as many tokens as may be read of one, and never more: trl leaves longer pairs out."""
+    sentences = [f"The guest of room {i} asked for {i * 7 % 13} towels and a quiet evening." for i in range(200)]
+    rows = []
+    for number in range(count):
+        text = " ".join(sentences[number % 100 :])[:FILLED]
+        prompt = f"Tell me about it, guest {number}."
+        sides = {"completion": f" {text}"}
+        if kind != "sft":
+            sides = {"chosen": f" {text}", "rejected": f" Nothing of that kind. {text}"}
+        rows.append({"prompt": prompt, **sides})
+    return Path(measuring.write_rows(folder / f"filled_{kind}.jsonl", rows))
+
+
 def run(settings: dict[str, Any]) -> dict[str, float]:
     """Figures of one run."""
     with tempfile.TemporaryDirectory() as folder:
@@ -145,18 +185,19 @@ class Clock:
     """Notes the end of each update and what was trained in it."""
 
     def __init__(self) -> None:
-        self.updates: list[tuple[float, float, float]] = []  # end, tokens, rows
+        self.updates: list[tuple[float, float, float, float]] = []  # end, tokens, rows, processor's seconds
 
     def note(self, tokens: float, rows: float) -> None:
         """An update has ended."""
-        self.updates.append((time.time(), tokens, rows))
+        self.updates.append((time.time(), tokens, rows, time.process_time()))
 
     def figures(self) -> dict[str, float]:
         """Speed after the warm-up, seconds to the first update, peak memory of the process in MB."""
-        ends, tokens, rows = zip(*self.updates, strict=True)
+        ends, tokens, rows, processor = zip(*self.updates, strict=True)
         seconds = ends[-1] - ends[WARM_UP - 1]
         return {
             "tokens_per_second": sum(tokens[WARM_UP:]) / seconds,
+            "tokens_per_cpu_second": sum(tokens[WARM_UP:]) / (processor[-1] - processor[WARM_UP - 1]),
             "rows_per_second": sum(rows[WARM_UP:]) / seconds,
             "first_step_seconds": ends[0] - psutil.Process().create_time(),
             "peak_mb": measuring.resident("VmHWM") / 2**20,
@@ -165,6 +206,7 @@ class Clock:
 
 def run_ours(settings: dict[str, Any], folder: Path) -> Clock:
     """A run of the library's own command."""
+    from alignment.adapters.specs import LoRASpec
     from alignment.data.config import DataConfig
     from alignment.pipeline.stages import find_stage
     from alignment.training import Engine, OptimConfig, TrainingConfig
@@ -173,18 +215,21 @@ def run_ours(settings: dict[str, Any], folder: Path) -> Clock:
 
     def timed(engine: Engine, *terms: Any) -> dict[str, float]:
         metrics = update(engine, *terms)
-        clock.note(sum(sum(batch.lengths) for term in terms for batch in term.micro_batches), BATCH)
+        tokens = sum(sum(batch.lengths) for term in terms for batch in term.micro_batches)
+        clock.note(tokens, settings["batch"])
         return metrics
 
     config, run = find_stage(settings["kind"])
     training = TrainingConfig(
-        max_steps=settings["steps"], save_every_steps=0, batch_size=BATCH, precision=settings["precision"]
+        max_steps=settings["steps"], save_every_steps=0, batch_size=settings["batch"], precision=settings["precision"]
     )
+    adapter = {"adapter": LoRASpec(rank=RANK, alpha=ALPHA)} if settings["adapter"] == "lora" else {}
+    data = DataConfig(train=settings["rows"], max_length=MAX_LENGTH)
     with patch.object(Engine, "update", timed):
         run(
             config(
-                policy=settings["checkpoint"], data=DataConfig(train=settings["rows"], max_length=MAX_LENGTH),
-                output=str(folder / "run"), training=training, optim=OptimConfig(learning_rate=1e-5), **settings["own"]
+                policy=settings["checkpoint"], data=data, output=str(folder / "run"), training=training,
+                optim=OptimConfig(learning_rate=1e-5), **adapter, **settings["own"]
             )
         )  # fmt: skip
     return clock
@@ -202,7 +247,7 @@ def run_trl(settings: dict[str, Any], folder: Path) -> Clock:
     rows = map(json.loads, Path(settings["rows"]).read_text().splitlines())
     data = datasets.Dataset.from_list([{key: row[key] for key in row if key in (*PAIR, "completion")} for row in rows])
     options: dict[str, Any] = {
-        "output_dir": str(folder), "per_device_train_batch_size": BATCH, "max_steps": settings["steps"],
+        "output_dir": str(folder), "per_device_train_batch_size": settings["batch"], "max_steps": settings["steps"],
         "learning_rate": 1e-5, "report_to": [], "logging_steps": 1000, "save_strategy": "no",
         "bf16": settings["precision"] == "bf16", "use_cpu": not torch.cuda.is_available(),
         "gradient_checkpointing": False, "max_length": MAX_LENGTH, "disable_tqdm": True, **settings["own"],
@@ -224,8 +269,14 @@ def run_trl(settings: dict[str, Any], folder: Path) -> Clock:
             seen["rows"] += len(ids) / (1 if kind == "sft" else 2)
             return super().compute_loss(model, inputs, *more, **named)
 
+    lora: dict[str, Any] = {}
+    if settings["adapter"] == "lora":
+        from peft import LoraConfig
+
+        task = "SEQ_CLS" if kind == "reward" else "CAUSAL_LM"
+        lora["peft_config"] = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="all-linear", task_type=task)
     arguments: dict[str, Any] = {"args": config_class(**options), "train_dataset": data, "processing_class": tokenizer}
-    Counting(model=model, callbacks=[Ends()], **arguments).train()
+    Counting(model=model, callbacks=[Ends()], **arguments, **lora).train()
     return clock
 
 

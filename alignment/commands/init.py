@@ -25,6 +25,7 @@ from alignment.data.table import column_of
 from alignment.errors import UserError
 from alignment.files import write_text
 from alignment.loading import load_tokenizer
+from alignment.models.weights_config import has_bfloat16
 from alignment.pipeline.stages import find_stage
 from alignment.planning.layout import Device, Layout, find_device
 from alignment.planning.plan import make_plan
@@ -199,7 +200,8 @@ def fitting_values(
         own, gpu = packaged["training"], device.gpu
         training = {
             "epochs": own.get("epochs", 1), "batch_size": min(own["batch_size"], max(LEAST_ROWS, rows // LEAST_UPDATES)),
-            "micro_batch_tokens": own["micro_batch_tokens"], "precision": "bf16" if gpu else "fp32", "gradient_checkpointing": gpu,
+            "micro_batch_tokens": own["micro_batch_tokens"], "gradient_checkpointing": gpu,
+            "precision": "bf16" if gpu or has_bfloat16() else "fp32",
         }  # fmt: skip
         # Without the text beside PPO, and without the type of a reference on eight cards.
         kept = {
@@ -218,6 +220,7 @@ def fitting_values(
         return values, [
             f"{trained} trains: the first of {', '.join(VARIANTS.values())} that fits {device.name}, or is asked for",
             f"optim.learning_rate: usual for that; of every weight times the root of 8B/parameters, here {factor:.2g}",
+            "training.precision: bf16 on a GPU and on a processor with instructions for bfloat16, fp32 on others",
             f"training.batch_size: at least {LEAST_UPDATES} updates an epoch, where that leaves {LEAST_ROWS} rows",
         ]
     raise UserError(f"{stage}: none of {', '.join(VARIANTS)} fits with this base on {device.name}; take a smaller base")

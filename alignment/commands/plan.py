@@ -13,7 +13,7 @@ from alignment.pipeline.stages import find_stage
 from alignment.planning.layout import GB, find_device, read_layout
 from alignment.planning.plan import CHARACTERS, Data, Plan, make_plan, read_training_rows
 from alignment.planning.stages import StageConfig, workload_of
-from alignment.training.speed import PEAK_TFLOPS
+from alignment.training.speed import PEAK_TFLOPS, measured_tflops
 
 COLUMN = 24  # characters of a phase's name and of its sizes
 PLANNED = ("sft", "reward", "dpo", "ppo", "online_dpo", "distill", "pretrain", "finetune")
@@ -131,6 +131,9 @@ def _describe_length(plan: Plan, mfu: float) -> Iterator[str]:
         sampling += f", and the weights are gathered for each token, at {plan.layout.link / GB:.0f} GB/s"
     rate = f"{plan.layout.gpus} x {device.tflops:.3g} TFLOP/s ({device.name})"
     yield f"{about}{seconds / size:.1f} {unit} at {mfu:.0%} of {rate}{sampling}"
+    if not device.gpu:
+        other = "fp32" if plan.config.training.precision == "bf16" else "bf16"
+        yield f"in {other} this machine's processor multiplies matrices at {measured_tflops(other):.3g} TFLOP/s"
     if device.assumed:
         cards = ", ".join(f"{name} {rates['bf16']:.0f} in bf16" for name, rates in PEAK_TFLOPS.items())
         yield f"the card is taken to be an {device.name}; give --tflops for another one: {cards}"

@@ -294,9 +294,20 @@ def chunked_token_log_probs(
     device, vocabulary = hidden.device.type, head.out_features
     chunk = max(1, CHUNK_ELEMENTS.get(device, 2**25) // vocabulary)
     of_chunk = partial(_chunk_outputs, head, temperature=temperature, with_entropy=entropy, known=known)
+    kept = len(tokens) * vocabulary <= KEPT_ELEMENTS.get(device, 2**26)
+    if loss is None and computes_float32_logits(head, hidden):
+        weight: Tensor = head.weight  # type: ignore[attr-defined]
+        kept = kept or not weight.requires_grad
+        weight = weight if known is None else weight[:known]
+        of_chunk = partial(
+            _float32_outputs,
+            weight=weight.detach().float(),
+            rounded=weight.bfloat16(),
+            temperature=temperature,
+            with_entropy=entropy,
+        )
     if len(tokens) <= chunk:
         return of_chunk(hidden, tokens, loss)
-    kept = len(tokens) * vocabulary <= KEPT_ELEMENTS.get(device, 2**26)
     call = of_chunk if kept else partial(checkpoint, of_chunk, use_reentrant=False)
     parts = loss.split(chunk) if isinstance(loss, TeacherLoss) else repeat(loss)
     pieces = [call(*each) for each in zip(hidden.split(chunk), tokens.split(chunk), parts, strict=False)]
@@ -304,6 +315,88 @@ def chunked_token_log_probs(
     return TokenOutputs(
         torch.cat(log_probs), torch.cat(entropies) if entropy else None, None if loss is None else torch.cat(losses)
     )
+
+
+def computes_float32_logits(head: object, hidden: Tensor) -> bool:
+    """True where a plain head gives float32 logits although the run computes in bfloat16: under autocast on a CPU.
+
+    A logit of 16 to 32 has steps of 1/8 in bfloat16, which are steps of 13 % in a ratio of probabilities.
+    """
+    if hidden.device.type != "cpu" or not torch.is_autocast_enabled("cpu"):
+        return False
+    if not isinstance(head, torch.nn.Linear) or head.bias is not None:
+        return False
+    whole = not head._forward_pre_hooks and not head._forward_hooks  # a hook may gather the weight, or read the logits
+    return whole and getattr(head, "compute_dtype", head.weight.dtype) == torch.float32
+
+
+def head_logits(head: Head, hidden: Tensor) -> Tensor:
+    """head(hidden), [..., V]; in float32 where `computes_float32_logits`."""
+    if not computes_float32_logits(head, hidden):
+        return head(hidden)
+    with torch.autocast("cpu", enabled=False):
+        return head(hidden.float())
+
+
+def _float32_outputs(
+    hidden: Tensor,
+    tokens: Tensor,
+    _: None,
+    *,
+    weight: Tensor,
+    rounded: Tensor,
+    temperature: float,
+    with_entropy: bool,
+) -> TokenOutputs:
+    """`token_log_probs_and_entropy` of float32 logits hidden weight^T / temperature; `rounded`: weight in bfloat16."""
+    log_probs, entropies = _HeadLogProbs.apply(hidden.float() / temperature, tokens, weight, rounded)
+    return TokenOutputs(log_probs, entropies if with_entropy else None)
+
+
+class _HeadLogProbs(torch.autograd.Function):
+    """Log-probabilities and entropies of float32 logits, hidden weight^T; gradients of bfloat16 products.
+
+    d log p(token) / d hidden = weight[token] - sum_v p(v) weight[v]
+
+    That is computed while the logits are there, which are made once. Of a trained weight p(v) - [v = token] is kept, in
+    bfloat16, and the gradient goes to `rounded`, the weight in bfloat16. The gradient of the entropy, which few losses
+    use, makes the logits a second time.
+    """
+
+    @staticmethod
+    @torch.autocast("cpu", enabled=False)
+    def forward(ctx, hidden: Tensor, tokens: Tensor, weight: Tensor, rounded: Tensor) -> tuple[Tensor, Tensor]:
+        logits = hidden @ weight.t()
+        log_probs = log_softmax(logits)
+        probabilities = torch.exp(log_probs, out=logits)
+        entropies = -torch.linalg.vecdot(probabilities, log_probs)
+        labels = tokens.unsqueeze(1)
+        if any(ctx.needs_input_grad):
+            gap = probabilities.scatter_add_(1, labels, torch.full_like(labels, -1, dtype=torch.float32)).bfloat16()
+            kept = gap if ctx.needs_input_grad[3] else None
+            ctx.save_for_backward(hidden, weight, gap @ rounded, kept, entropies)
+        ctx.set_materialize_grads(False)
+        return log_probs.gather(1, labels).squeeze(1), entropies
+
+    @staticmethod
+    @torch.autocast("cpu", enabled=False)
+    def backward(ctx, *grad_outputs: Tensor | None):
+        hidden, weight, directions, gap, entropies = ctx.saved_tensors
+        to_log_probs, to_entropy = (None if grad is None else -grad.unsqueeze(1) for grad in grad_outputs)
+        to_hidden = torch.zeros_like(hidden)
+        to_weight = None
+        if to_log_probs is not None:
+            to_hidden += to_log_probs * directions
+            if gap is not None:
+                to_weight = gap.t() @ (to_log_probs * hidden).bfloat16()
+        if to_entropy is not None:
+            log_probs = log_softmax(hidden @ weight.t())
+            gradient = log_probs.exp().mul_(log_probs.add_(entropies.unsqueeze(1))).mul_(to_entropy)
+            to_hidden += gradient @ weight
+            if gap is not None:
+                of_entropy = (gradient.t() @ hidden).bfloat16()
+                to_weight = of_entropy if to_weight is None else to_weight + of_entropy
+        return to_hidden, None, None, to_weight
 
 
 def _chunk_outputs(

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from alignment.errors import UserError
-from alignment.losses.language import TokenLoss, chunked_token_log_probs
+from alignment.losses.language import TokenLoss, chunked_token_log_probs, head_logits
 from alignment.models.classifiers import SequenceClassifier
 from alignment.models.heads import ClassificationHead, VocabularyHead
 from alignment.models.init_weights import FanInInitSpec, InitSpec
@@ -78,7 +78,7 @@ class Seq2SeqModel(NativeModel[EncoderDecoderSpec]):
         """Log-probabilities of the target tokens, or their logits; arguments as for `LanguageModel.outputs`."""
         before = select_rows(self.states(batch), batch.decoder.before)
         if return_logits:
-            return LogitsOutput(self.head(before), before)
+            return LogitsOutput(head_logits(self.head, before), before)
         found = chunked_token_log_probs(
             self.head, before, batch.decoder.target_labels, temperature=temperature, entropy=entropy, loss=token_loss
         )
@@ -89,7 +89,8 @@ class Seq2SeqModel(NativeModel[EncoderDecoderSpec]):
     ) -> LogitsOutput:
         """Logits [B, T, V] of padded targets, which begin with the start token; `padded` are the sources."""
         target = from_padded(decoder_input_ids, decoder_attention_mask)
-        return LogitsOutput(target.restore(self.head(self.states(Seq2Seq(padded.batch, target.batch)))))
+        states = self.states(Seq2Seq(padded.batch, target.batch))
+        return LogitsOutput(target.restore(head_logits(self.head, states)))
 
     def states(self, batch: Seq2Seq, cache: Cache | None = None) -> Tensor:
         """Hidden states of the target's tokens, [N, D]; `cache` is filled for decoding to go on from."""
@@ -106,12 +107,12 @@ class Seq2SeqModel(NativeModel[EncoderDecoderSpec]):
     @torch.no_grad()
     def prefill(self, batch: Seq2Seq, cache: Cache) -> Tensor:
         """Logits [B, V] after each target's last token; all rows of the cache are filled at once."""
-        return self.head(self.states(batch, cache)[batch.decoder.last])
+        return head_logits(self.head, self.states(batch, cache)[batch.decoder.last])
 
     @torch.no_grad()
     def decode(self, tokens: Tensor, cache: Cache) -> Tensor:
         """Logits [B, V] after one more token for every cache row, tokens [B]; advances `cache.lengths`."""
-        return self.head(self.decoder.step(tokens, cache))
+        return head_logits(self.head, self.decoder.step(tokens, cache))
 
 
 class Seq2SeqClassifier(NativeModel[EncoderDecoderSpec]):

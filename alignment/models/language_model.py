@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from alignment.losses.language import TeacherLoss, TokenLoss, chunked_token_log_probs, known_logits
+from alignment.losses.language import TeacherLoss, TokenLoss, chunked_token_log_probs, head_logits, known_logits
 from alignment.models.heads import ClassificationHead, SpanBoundaryHead, VocabularyHead, float32_logits
 from alignment.models.layers import ExpertsSpec
 from alignment.models.layers.feedforward import balance_loss, recorded_router_logits
@@ -64,7 +64,7 @@ class LanguageModel(NativeModel[TransformerSpec]):
             read = self.read(self.trunk, batch, prefix=self.active_prefix(), select=select)
         before = read.states
         if return_logits:
-            return LogitsOutput(known_logits(self.head(before), self.known_tokens), before)
+            return LogitsOutput(known_logits(head_logits(self.head, before), self.known_tokens), before)
         found = chunked_token_log_probs(
             self.head,
             before,
@@ -92,7 +92,7 @@ class LanguageModel(NativeModel[TransformerSpec]):
 
     def padded_outputs(self, padded: Padded) -> LogitsOutput:
         """Logits of padded rows, [B, T, V], zeros at padding."""
-        return LogitsOutput(padded.restore(self.head(self.hidden_states(self.trunk, padded.batch))))
+        return LogitsOutput(padded.restore(head_logits(self.head, self.hidden_states(self.trunk, padded.batch))))
 
     def _balance(self, router_logits: list[Tensor], batch: Ragged) -> Tensor:
         """The load-balancing loss of router logits [N, E] of each layer times its coefficient.
@@ -115,12 +115,12 @@ class LanguageModel(NativeModel[TransformerSpec]):
         if self.prefix_mask:
             batch = replace(batch, prefix_lengths=batch.sizes)
         last = partial(select_rows, index=batch.last)
-        return self.head(self.hidden_states(self.trunk, batch, cache=cache, rows=rows, select=last))
+        return head_logits(self.head, self.hidden_states(self.trunk, batch, cache=cache, rows=rows, select=last))
 
     @torch.no_grad()
     def decode(self, tokens: Tensor, cache: Cache) -> Tensor:
         """Logits [B, V] after one more token for every cache row, tokens [B]; advances `cache.lengths`."""
-        return self.head(self.trunk.step(tokens, cache))
+        return head_logits(self.head, self.trunk.step(tokens, cache))
 
 
 class MaskedLanguageModel(NativeModel[TransformerSpec]):

@@ -87,12 +87,20 @@ def set_up_device(precision: str | None = None) -> str | None:
 
 @functools.cache
 def warn_of_slow_bfloat16() -> None:
-    """Warn, once in a process, if the CPU has no instructions for bfloat16 (AVX-512 BF16, AMX, Arm's BF16)."""
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)()  # without the function nobody can tell
-    found = [has for name, has in capabilities.items() if "bf16" in name]
-    if found and not any(found):
+    """Warn, once in a process, if the CPU has no instructions for bfloat16."""
+    if has_bfloat16() is False:
         warnings.warn(
             "this CPU has no bfloat16 instructions: results are right, but products take several times as long as in "
             "float32; set training.precision=fp32, or --dtype float32 where a model is only used",
             stacklevel=3,
         )
+
+
+def has_bfloat16() -> bool | None:
+    """True where the CPU has instructions for bfloat16 (AVX-512 BF16, AMX, Arm's BF16); None: torch cannot tell.
+
+    oneDNN's own question whether it supports bfloat16 is answered with yes by CPUs that only emulate it.
+    """
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    found = [has for name, has in capabilities.items() if "bf16" in name]
+    return any(found) if found else None

@@ -28,7 +28,7 @@ from alignment.losses import language
 from alignment.models.encoder_decoder import Seq2SeqModel
 from alignment.models.external.models import ExternalSeq2SeqModel
 from alignment.models.language_model import LanguageModel
-from alignment.models.layers import layer_contexts, norms, rotary
+from alignment.models.layers import layer_contexts, norms, rotary, sdpa
 from alignment.models.layers.sdpa import varlen_computes
 from alignment.models.new_weights import attach_value_head
 from alignment.models.shared_prompts import prompt_sharing
@@ -422,8 +422,9 @@ def _gpu_choices(gpu: bool, precision: str) -> Iterator[None]:
     with ExitStack() as stack:
         for size in (language.CHUNK_ELEMENTS, language.KEPT_ELEMENTS):
             stack.enter_context(patch.dict(size, cpu=size["cuda"]))
-        for module in (layer_contexts, norms, rotary):
+        for module in (layer_contexts, norms, rotary, sdpa):
             stack.enter_context(patch.object(module, "on_gpu", lambda x: True))
+        stack.enter_context(patch.object(language, "computes_float32_logits", lambda head, hidden: False))
         stack.enter_context(patch.object(functional, "rms_norm", _FusedNorm.apply))
         if precision == "bf16":
             of_kernel = lambda specs, _, training: varlen_computes(specs, training)  # noqa: E731

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from typer.testing import CliRunner
 
@@ -123,6 +124,14 @@ def test_the_variant_is_the_first_that_the_plan_says_fits(base, memory, adapter,
     values = fitting(base, memory)
     assert values.get("adapter", {}).get("kind") == adapter and values.get("weights") == weights
     assert values["training"]["precision"] == "bf16" and values["training"]["batch_size"] == 1000 // 16
+
+
+@pytest.mark.parametrize(("has", "precision"), [(True, "bf16"), (False, "fp32")])
+def test_a_processor_gets_bfloat16_where_it_has_instructions(monkeypatch, has, precision):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True, "avx512_bf16": has})
+    changes = {"policy": GPT2, "output": "out", "data": {"train": "rows.jsonl", "max_length": 64}}
+    values = fitting_values("sft", changes, 1000, Device(False, 64 * 10**9, "a processor", 0.1), near=Path())[0]
+    assert values["training"]["precision"] == precision
 
 
 def test_a_card_that_holds_no_variant_is_a_mistake_of_the_user():

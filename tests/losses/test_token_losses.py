@@ -119,6 +119,36 @@ def test_the_entropy_of_chunks_has_the_gradient_of_the_whole(monkeypatch):
         assert_close(states.grad, expected.grad, atol=1e-5, rtol=1e-5)
 
 
+def relative(rounded, exact):
+    """Norm of the difference over the norm."""
+    return ((rounded.float() - exact).norm() / exact.norm()).item()
+
+
+@pytest.mark.parametrize("trains", [True, False], ids=["trained head", "frozen head"])
+@pytest.mark.parametrize("known", [None, 290])
+@pytest.mark.parametrize(("chunk", "kept"), [(2**20, 2**20), (3000, 2**20), (3000, 4000)])
+def test_bfloat16_on_a_cpu_keeps_float32_logits(monkeypatch, trains, known, chunk, kept):
+    """Values are float32's to its last bits; gradients are of bfloat16 products, whose entries have errors below 2^-8."""
+    monkeypatch.setattr(language, "CHUNK_ELEMENTS", {"cpu": chunk})
+    monkeypatch.setattr(language, "KEPT_ELEMENTS", {"cpu": kept})
+    torch.manual_seed(0)
+    head, tokens = torch.nn.Linear(48, 300, bias=False).requires_grad_(trains), torch.randint(290, (37,))
+    hidden, weights = 5 * torch.randn(37, 48), torch.randn(2, 37)
+
+    def outputs(precision, of_log_probs, of_entropy):
+        states, head.weight.grad = hidden.clone().requires_grad_(), None
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            found = language.chunked_token_log_probs(head, states, tokens, temperature=0.7, entropy=True, known=known)
+        (of_log_probs * weights[0] @ found.log_probs + of_entropy * weights[1] @ found.entropy).backward()
+        gradients = [states.grad, head.weight.grad] if trains else [states.grad]
+        return [found.log_probs.detach(), found.entropy.detach()], gradients
+
+    for used in ((1.0, 0.0), (0.0, 1.0), (1.0, 1.0)):
+        (values, gradients), (exact, exact_gradients) = outputs("bf16", *used), outputs("fp32", *used)
+        assert_close(values, exact, atol=1e-5, rtol=1e-5)
+        assert all(relative(*pair) < 2**-8 for pair in zip(gradients, exact_gradients, strict=True))
+
+
 def test_the_mean_language_loss_is_a_mean_over_each_documents_predicted_tokens():
     # document 0: (1 + 3) / 2; document 1: 6 / 1; document 2 predicts nothing
     loss = mean_language_loss(torch.tensor([-1.0, -6.0, -3.0]), torch.tensor([0, 1, 0]), torch.tensor([2, 1, 1]))

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from alignment.commands.doctor import attention_kernel
 from alignment.models.activation_checkpointing import checkpointed
 from alignment.models.build import build_language_model
-from alignment.models.layers import AttentionSpec
+from alignment.models.layers import AttentionSpec, sdpa
 from alignment.models.layers.padded_layout import attention_masks, pad_layout
 from alignment.models.layers.sdpa import padded_attention, varlen_applies, varlen_attention
 from alignment.ragged import Ragged
@@ -72,6 +72,25 @@ def test_the_kernel_path_refuses_dropout_rather_than_drop_it(monkeypatch):
     x = torch.randn(15, 4, 8)
     with pytest.raises(ValueError, match="no attention dropout"):
         varlen_attention(AttentionSpec(4, 4, 8, 0.3, False, False), STARTS, 40, STARTS, 40)(x, x, x, 0.1)
+
+
+@pytest.mark.parametrize(("heads", "key_heads", "tokens"), [(4, 4, 64), (6, 2, 65), (3, 1, 150), (2, 2, 20)])
+def test_blocks_of_queries_in_bfloat16_stay_near_float32(heads, key_heads, tokens):
+    """Values and gradients are within 2^-7 of float32's on the same rounded inputs, in the norm."""
+    torch.manual_seed(0)
+    shapes = [(2, tokens, count, 16) for count in (heads, key_heads, key_heads)]
+    rounded = [(1.5 * torch.randn(shape)).bfloat16().transpose(1, 2).requires_grad_() for shape in shapes]
+    exact = [x.detach().float().requires_grad_() for x in rounded]
+    spec = AttentionSpec(heads, key_heads, 16, scale=0.25, bias=False, output_bias=False)
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = sdpa.attend(*rounded, spec, mask=None, causal=True, dropout=0.0)
+    expected = sdpa.attend(*exact, spec, mask=None, causal=True, dropout=0.0)
+    assert "Blocked" in type(mixed.grad_fn.next_functions[0][0]).__name__ and mixed.dtype == torch.bfloat16
+    grad = torch.randn(expected.shape).bfloat16()
+    mixed.backward(grad)
+    expected.backward(grad.float())
+    pairs = [(mixed, expected), *((x.grad, y.grad) for x, y in zip(rounded, exact, strict=True))]
+    assert all((x.float() - y).norm() < 2**-7 * y.norm() for x, y in pairs)
 
 
 @pytest.mark.parametrize("family", DECODERS)

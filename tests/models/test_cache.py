@@ -86,7 +86,7 @@ def test_decoding_works_under_bfloat16_autocast(model, texts):
         cache = model.new_cache(4, 40)
         model.prefill(Ragged.build([text[:-8] for text in texts]), cache)
         logits = model.decode(torch.tensor([text[-8] for text in texts]), cache)
-    assert cache.keys[0].dtype == torch.bfloat16
+    assert cache.keys[0].dtype == torch.bfloat16 and logits.dtype == torch.float32
     for row, text in enumerate(texts):
         exact = whole_logits(model, text)[-8].log_softmax(-1)
         assert (logits[row].float().log_softmax(-1) - exact).abs().mean() < 0.1

@@ -529,6 +529,7 @@ def test_the_time_of_ppo_counts_the_weights_that_sampling_reads(base):
     whole = make_plan(replace(config, rollout_weights="gathered"), Layout("fsdp2", 4, 4), GPU)
     gathers = 0.75 * sharded.length.decoding_bytes / 3e11
     assert sharded.seconds(0.5) - whole.seconds(0.5) == pytest.approx(gathers)
+    assert "in bf16 this machine's processor" in "".join(plan_lines(replace(plan, device=CPU), 0.5))
     assert "about" in "".join(plan_lines(sharded, 0.5)) and "policy update" in "".join(plan_lines(sharded, 0.5))
 
 

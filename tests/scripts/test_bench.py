@@ -15,32 +15,37 @@ from measuring import write_rows
 def test_the_warm_up_is_left_out_of_the_speed(monkeypatch):
     times = iter([10.0, 11.0, 13.0, 15.0])
     monkeypatch.setattr(bench.time, "time", lambda: next(times))
+    processor = iter([1.0, 2.0, 3.0, 4.0])
+    monkeypatch.setattr(bench.time, "process_time", lambda: next(processor))
     clock = bench.Clock()
     for tokens in (1000, 1000, 300, 500):
         clock.note(tokens, rows=8)
     monkeypatch.setattr(bench.psutil, "Process", lambda: SimpleNamespace(create_time=lambda: 7.5))
     figures = clock.figures()
     assert figures["tokens_per_second"] == 800 / 4
+    assert figures["tokens_per_cpu_second"] == 800 / 2
     assert figures["rows_per_second"] == 16 / 4
     assert figures["first_step_seconds"] == 2.5
 
 
-def test_ours_and_trl_train_the_same_rows(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("adapter", "precision"), [("none", "fp32"), ("lora", "bf16")])
+def test_ours_and_trl_train_the_same_rows(tmp_path, adapter, precision):
     rows = [{"prompt": f"{i} and 1 is", "completion": f" {i + 1}"} for i in range(8)]
     file = Path(write_rows(tmp_path / "rows.jsonl", rows))
     checkpoint = bench.make_checkpoint(tmp_path / "model", file, "nano")
-    monkeypatch.setattr(bench, "BATCH", 8)
     settings = {
         "kind": "sft",
         "checkpoint": str(checkpoint),
         "rows": str(file),
         "steps": 3,
-        "precision": "fp32",
+        "batch": 8,
+        "adapter": adapter,
+        "precision": precision,
         "own": {},
     }
     ours, theirs = (run(settings, tmp_path / run.__name__).updates for run in (bench.run_ours, bench.run_trl))
-    assert [update[1:] for update in ours] == [update[1:] for update in theirs]
-    assert [rows for _, _, rows in theirs] == [8.0] * 3
+    assert [update[1:3] for update in ours] == [update[1:3] for update in theirs]
+    assert [update[2] for update in theirs] == [8.0] * 3
 
 
 @pytest.mark.real_data
