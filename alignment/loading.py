@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from functools import cache, cached_property
 from pathlib import Path
@@ -36,7 +37,7 @@ MODEL_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", CARD]  
 
 def find_directory(source: str, revision: str | None = None) -> Path:
     """Return the local directory of a checkpoint; a Hub name is downloaded (safetensors, JSON, tokenizer files and card),
-    unless the folder of ALIGNMENT_DATA has a copy.
+    unless there is a copy, see `copied_model`, which is said once.
 
     `revision` is a commit on the Hub; None: the newest.
     """
@@ -51,12 +52,18 @@ def find_directory(source: str, revision: str | None = None) -> Path:
     if path.is_absolute() or source.startswith((".", "~")) or source.count("/") > 1 or path.exists():
         raise UserError(f"{source}: {missing_directory(path)}")
     if revision is None and (copy := copied_model(source)) is not None:
+        _note_copy(source, copy)
         return copy
     try:
         return _download(source, revision)
     except Exception as error:
         why = f"({type(error).__name__}): {_hub_refusal(error)}"
         raise UserError(f"{source}: no such directory, and the Hub did not give it {why}") from error
+
+
+@cache
+def _note_copy(source: str, copy: Path) -> None:
+    print(f"{source}: read from the copy in {copy}", file=sys.stderr)
 
 
 @cache

@@ -262,7 +262,7 @@ def tokenize_prompts(
     """Prompts of at most `max_length` tokens, longer ones without their beginning (the BOS stays)."""
     counts, examples = Tally(rows=len(rows)), []
     for row, ids in zip(rows, (sides or DECODER).prompts(tokenizer, rows, counts), strict=True):
-        kept = truncate_left(ids, max_length, ids[:1] == [tokenizer.bos_token_id])
+        kept = truncate_prompt(ids, max_length, tokenizer.bos_token_id)
         cut = len(ids) > len(kept)
         note_cuts(counts, row.row_id, cut, False)
         values = {"prompt": row.prompt, "extra": row.extra, "cut": cut}
@@ -390,7 +390,16 @@ def truncate(
         return prompt, responses
     floor = min(len(prompt), max(1, int(max_length * PROMPT_FLOOR)))
     room = min(len(prompt), max(floor, max_length - longest))
-    return truncate_left(prompt, room, prompt[:1] == [bos]), [response[: max_length - room] for response in responses]
+    return truncate_prompt(prompt, room, bos), [response[: max_length - room] for response in responses]
+
+
+def truncate_prompt(prompt: list[int], length: int, bos: int | None) -> list[int]:
+    """The last tokens of a prompt, at most `length`, after its BOS where it has one.
+
+    A template may write a BOS before each turn. Where what is left begins with one, it needs no other.
+    """
+    kept = truncate_left(prompt, length, prompt[:1] == [bos])
+    return kept[1:] if len(kept) < len(prompt) and kept[:2] == [bos, bos] else kept
 
 
 def truncate_left(values: list[Value], length: int, keep_first: bool) -> list[Value]:

@@ -18,7 +18,7 @@ from alignment.data.config import DataConfig
 from alignment.data.rows.files import json_line_rows
 from alignment.data.rows.records import Prompt
 from alignment.data.text.chat import encode_response, stop_token_ids
-from alignment.data.tokenize import tokenize_prompts, truncate_left
+from alignment.data.tokenize import tokenize_prompts, truncate_prompt
 from alignment.data.tokenizers.tokenizer import Tokenizer, known_tokens
 from alignment.errors import UserError
 from alignment.evaluation.inputs import print_tally, read_records
@@ -238,7 +238,7 @@ def score_responses(
                 continue
             encoded = encode_response(model.tokenizer, text, prompts[i].prompt, ended=ended)
             written = encoded.prompt or heads[i]
-            head = truncate_left(list(written), max_length, written[:1] == [model.tokenizer.bos_token_id])
+            head = truncate_prompt(list(written), max_length, model.tokenizer.bos_token_id)
             documents.append([*head, *encoded.ids])
         names = [(prompts[i].row_id, len(ids)) for (i, *_), ids in zip(responses, documents, strict=True)]
         check_lengths(model.model, names, "lower max_new_tokens or shorten the prompts (data.max_length)")

@@ -307,8 +307,9 @@ TEXTS = (
     ("Say hello to a new colleague.", " Hello, and welcome! Shall I show you around?"),
     ("Say hello to a new colleague.", " Go away."),
 )
-# Largest difference, as a share of the largest score or of 1: by the lowest type of the weights, then or now.
-TOLERANCES = {"float32": 1e-3, "half": 0.1, "quantized": 0.5}
+# Largest difference, as a share of the largest score or of 1, by the lowest type of the weights, then or now. The 30
+# layers of a real base of 135 M, trained in mixed precision and loaded wholly in bfloat16, gave 0.16 after two updates.
+TOLERANCES = {"float32": 1e-3, "half": 0.25, "quantized": 0.5}
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -10,6 +11,7 @@ from alignment.data.config import DataConfig
 from alignment.data.prepare import prepare
 from alignment.data.rows.records import Comparison, Demonstration, Prompt, Text, choose_turns
 from alignment.data.text import chat
+from alignment.data.text.templates import with_chat_template
 from alignment.data.tokenize import (
     EMPTY,
     EQUAL,
@@ -65,6 +67,20 @@ def test_cut_turns_that_stand_apart_are_no_missing_stop_tokens(chatml):
     shorter = replace(examples[0], documents=[examples[0].documents[0][:-1]], masks=[examples[0].masks[0][:-1]])
     checks.add(rows, [shorter])
     assert checks.faults["no stop token"] == (1, ["r1"])  # one that was not cut
+
+
+@pytest.mark.parametrize("max_length", range(8, 40))
+def test_a_cut_before_a_turn_that_begins_with_a_bos_leaves_one(chatml, templates, max_length):
+    turn = "{% for message in messages %}"  # SmolLM2's BOS is <|im_start|>
+    tokenizer = with_chat_template(chatml, templates["chatml"].replace(turn, turn + "{{ bos_token }}"))
+    dialogue = [{"role": role, "content": "the cat"} for role in ("user", "assistant") * 2]
+    rows = [Demonstration(dialogue[:-1], "sat", "r1", dialogue)]
+    [trained], _ = tokenize_demonstrations(rows, tokenizer, max_length)
+    [prompt], _ = tokenize_prompts([Prompt(dialogue[:-1], {}, "r1")], tokenizer, max_length)
+    bos = tokenizer.bos_token_id
+    for ids in (trained.ids, prompt.ids):
+        assert ids[0] == bos and (bos, bos) not in pairwise(ids) and len(ids) <= max_length
+    assert len(trained.mask) == len(trained.ids) and not trained.mask[0]
 
 
 @pytest.mark.parametrize("max_length", [2, 3, 4, 5, 9, 17])

@@ -25,8 +25,9 @@ ROOT = Path(__file__).resolve().parents[2]
 opening = load_stage_file(packaged_folder("recipes") / "rows.py").opening
 
 RECIPES = sorted(path.parent.name for path in packaged_folder("recipes").glob("*/recipe.yaml"))
-POLICIES = ("hh", "stories")  # real data, policies compared in the end
+POLICIES = ("hh", "smollm2", "stories")  # real data, policies compared in the end
 REAL = (*POLICIES, "polite", "rankings", "sentiment", "text_to_text")
+WITH_BASES = [pytest.param(name, marks=pytest.mark.real_base if name == "smollm2" else ()) for name in REAL]
 SHORT = {  # a few updates of everything
     "hh": [
         "sft.training.max_steps=2", "pretrain.training.max_steps=2", "pretrain.model.hidden_size=32",
@@ -37,6 +38,16 @@ SHORT = {  # a few updates of everything
         "ppo_without_mix.training.max_steps=1", "ppo_without_mix.training.batch_size=8",
         "ppo_without_mix.max_new_tokens=8", "evaluation.data.max_rows=8", "evaluation.text.max_rows=4",
         "evaluation.max_new_tokens=8",
+    ],
+    "smollm2": [
+        "rows.parts={train: 0.02, unused: 0.96, heldout: 0.02}", "others.parts={judge: 0.02, unused: 0.98}",
+        "reward.training.max_steps=2", "reward.training.batch_size=2", "judge.training.max_steps=2",
+        "judge.training.batch_size=2", "*_accuracy.data.max_rows=8", "sft.training.max_steps=2",
+        "sft.training.batch_size=2", "dpo.training.max_steps=2", "dpo.training.batch_size=2",
+        "ppo*.training.max_steps=2", "ppo*.training.batch_size=2", "ppo*.max_new_tokens=8",
+        "ppo*.held_out=null", "ppo*.data.evaluation=null", "ppo.pretrain_batch_size=1", "ppo.pretrain.max_rows=2",
+        "evaluation.data.max_rows=8", "evaluation.comparisons.max_rows=2", "evaluation.max_new_tokens=8",
+        "evaluation.best_of.best of 8.samples=2", "benchmarks.max_rows=2", "mix.max_rows=2",
     ],
     "stories": [
         "sft.training.max_steps=2", "reward.training.max_steps=2", "judge.training.max_steps=2",
@@ -151,9 +162,18 @@ def test_rows_and_tokenizer_of_hh_come_from_the_hub_or_a_copy(tmp_path, monkeypa
     assert find_directory("openai-community/gpt2") == tmp_path / "copies/openai-community/gpt2"
 
 
+def test_the_base_of_make_bases_is_a_copy_and_that_is_said(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("ALIGNMENT_DATA", str(tmp_path))
+    monkeypatch.setenv("ALIGNMENT_BASES", str(tmp_path / "bases"))
+    (tmp_path / "bases/smollm2").mkdir(parents=True)
+    for _ in range(2):
+        assert find_directory("HuggingFaceTB/SmolLM2-135M-Instruct") == tmp_path / "bases/smollm2"
+    assert capsys.readouterr().err.count(f"read from the copy in {tmp_path / 'bases/smollm2'}") == 1
+
+
 @pytest.mark.real_data
 @pytest.mark.slow
-@pytest.mark.parametrize("name", REAL)
+@pytest.mark.parametrize("name", WITH_BASES)
 def test_every_stage_runs(name, tmp_path):
     run_recipe(name, tmp_path, SHORT[name])
     if name in POLICIES:
@@ -183,6 +203,30 @@ def prompt_of(row):
 
 
 @pytest.mark.real_data
+def test_judge_and_policies_of_smollm2_met_no_dialogue_that_is_held_out(tmp_path):
+    run_recipe("smollm2", tmp_path, only="rows")
+    run_recipe("smollm2", tmp_path, only="others")
+    parts = {"rows": ("train", "heldout"), "others": ("judge",)}
+    train, held_out, judge = (
+        {opening(row) for row in read_rows(str(tmp_path / f"{stage}/{part}.jsonl"), "comparisons")[0]}
+        for stage, names in parts.items()
+        for part in names
+    )
+    assert min(map(len, (train, held_out, judge))) > 700
+    assert not held_out & (train | judge)
+
+
+def test_the_short_setting_of_smollm2_is_its_stages_with_bands_of_its_own():
+    short, whole = (read_recipe(f"{packaged_folder('recipes')}/smollm2/{name}.yaml") for name in ("short", "recipe"))
+    runs = {stage.name: (stage.run, stage.config) for stage in whole[0].stages if isinstance(stage.config, str)}
+    assert (
+        runs.items()
+        >= {stage.name: (stage.run, stage.config) for stage in short[0].stages if isinstance(stage.config, str)}.items()
+    )
+    assert set(short[0].names) < set(whole[0].names) and all(expected.why for expected in short[0].expect)
+
+
+@pytest.mark.real_data
 def test_held_out_dialogues_begin_like_none_that_was_trained_on(tmp_path):
     run_recipe("hh", tmp_path, only="rows")
     names = ("train", "judge", "heldout")
@@ -198,7 +242,11 @@ def test_held_out_dialogues_begin_like_none_that_was_trained_on(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["preferences", "verifiable", *(pytest.param(name, marks=pytest.mark.real_data) for name in REAL)]
-)
+    "name",
+    [
+        "preferences", "verifiable", *(pytest.param(name, marks=pytest.mark.real_data) for name in REAL if name != "smollm2"),
+        pytest.param("recipes/smollm2/short.yaml", marks=[pytest.mark.real_data, pytest.mark.real_base]),
+    ],
+)  # fmt: skip
 def test_whole_recipes_end_in_their_expected_ranges(name, tmp_path):
     assert run_recipe(name, Path(tmp_path), check=True)

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import re
 from functools import cache
 from pathlib import Path
@@ -69,9 +70,13 @@ def load_hub(name: str, config: str | None, split: str, *, streaming: bool = Fal
 
 
 def copied_model(name: str) -> Path | None:
-    """The directory in the folder of ALIGNMENT_DATA that is a copy of a model of the Hub; None where there is none."""
+    """The directory that is a copy of a model of the Hub, in the folder of ALIGNMENT_DATA, or in that of `make bases`
+    (ALIGNMENT_BASES, or build/bases); None where there is none.
+    """
     paths = [name, *hub_sources().get(name, {}).get("directories", ())]
-    return next((data_folder() / path for path in paths if "/" in name and (data_folder() / path).is_dir()), None)
+    folders = [data_folder(), Path(os.environ.get("ALIGNMENT_BASES") or "build/bases")]
+    copies = [folder / path for folder in folders for path in paths if "/" in name]
+    return next(filter(Path.is_dir, copies), None)
 
 
 def hub_text(name: str, config: str | None, split: str, copies: Path | None = None) -> str | None:
