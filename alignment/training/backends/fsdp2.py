@@ -185,7 +185,7 @@ def _wrap_blocks(model: nn.Module, process_group: ProcessGroup, precision: str) 
 
 
 def _bfloat16_layers(block: nn.Module, types: Mapping[nn.Parameter, torch.dtype]) -> list[nn.Module]:
-    """The layers of a trained block that compute in bfloat16; none where it is compiled: they would cut its graph."""
+    """The layers inside a trained block that compute in bfloat16; none where it is compiled: they would cut its graph."""
     compiled = getattr(block, "_compiled_call_impl", None) is not None
     if compiled or not all(parameter.requires_grad for parameter in block.parameters()):
         return []
@@ -194,6 +194,7 @@ def _bfloat16_layers(block: nn.Module, types: Mapping[nn.Parameter, torch.dtype]
         module
         for module in block.modules()
         if type(module) is nn.Linear
+        and module is not block
         and id(module) not in done
         and all(types[parameter] == torch.bfloat16 for parameter in module.parameters())
     ]
