@@ -308,13 +308,15 @@ def find_packaged(name: str, kind: str) -> Path:
     """The file at a path, or the packaged file of that name.
 
     `kind` is `configs` (names are `stage/variant`), `launch` (Accelerate's launch files, `launch/zero3`) or `recipes` (names
-    are those of folders with a recipe.yaml).
+    are those of folders with a recipe.yaml; FOLDER/FILE is another recipe in one).
     """
     given = Path(name)
     if given.is_file():
         return given
     if kind == "recipes" and (given / "recipe.yaml").is_file():
         return given / "recipe.yaml"
+    if kind == "recipes" and (other := packaged_folder(kind) / f"{name}.yaml").is_file():
+        return other
     known = packaged_names(kind)
     if name not in known:
         near = spelling_hint(name, [*known, *map(str, given.parent.glob("*.y*ml"))])

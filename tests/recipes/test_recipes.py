@@ -245,7 +245,7 @@ def test_held_out_dialogues_begin_like_none_that_was_trained_on(tmp_path):
     "name",
     [
         "preferences", "verifiable", *(pytest.param(name, marks=pytest.mark.real_data) for name in REAL if name != "smollm2"),
-        pytest.param("recipes/smollm2/short.yaml", marks=[pytest.mark.real_data, pytest.mark.real_base]),
+        pytest.param("smollm2/short", marks=[pytest.mark.real_data, pytest.mark.real_base]),
     ],
 )  # fmt: skip
 def test_whole_recipes_end_in_their_expected_ranges(name, tmp_path):
