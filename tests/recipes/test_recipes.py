@@ -44,7 +44,7 @@ SHORT = {  # a few updates of everything
         "reward.training.max_steps=2", "reward.training.batch_size=2", "judge.training.max_steps=2",
         "judge.training.batch_size=2", "*_accuracy.data.max_rows=8", "sft.training.max_steps=2",
         "sft.training.batch_size=2", "dpo.training.max_steps=2", "dpo.training.batch_size=2",
-        "ppo*.training.max_steps=2", "ppo*.training.batch_size=2", "ppo*.max_new_tokens=8",
+        "ppo*.training.max_steps=2", "ppo*.training.batch_size=2", "ppo*.minibatches=1", "ppo*.max_new_tokens=8",
         "ppo*.held_out=null", "ppo*.data.evaluation=null", "ppo.pretrain_batch_size=1", "ppo.pretrain.max_rows=2",
         "evaluation.data.max_rows=8", "evaluation.comparisons.max_rows=2", "evaluation.max_new_tokens=8",
         "evaluation.best_of.best of 8.samples=2", "benchmarks.max_rows=2", "mix.max_rows=2",
