@@ -10,7 +10,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from alignment.generation import engine
-from alignment.models.layers import feedforward, layer_contexts, norms, rotary
+from alignment.losses import language
+from alignment.models.layers import feedforward, layer_contexts, norms, rotary, sdpa
 
 NO_KERNEL = frozenset({  # that make a tensor without computing anything
     "detach", "alias", "empty", "empty_strided", "empty_like", "new_empty", "lift_fresh", "_unsafe_view", "_reshape_alias",
@@ -29,8 +30,9 @@ def one_kernel_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) ->
 
 def choose_as_on_a_gpu(monkeypatch: Any) -> None:
     """Let models choose as on a GPU from now on."""
-    for module in (engine, feedforward, layer_contexts, norms, rotary):
+    for module in (engine, feedforward, layer_contexts, norms, rotary, sdpa):
         monkeypatch.setattr(module, "on_gpu", lambda x: True)
+    monkeypatch.setattr(language, "computes_float32_logits", lambda head, hidden: False)
     monkeypatch.setattr(F, "rms_norm", lambda x, shape, weight, eps: one_kernel_norm(x, weight, eps))
 
 

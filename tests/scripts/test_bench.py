@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from accelerate.state import AcceleratorState
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import bench
@@ -28,6 +29,15 @@ def test_the_warm_up_is_left_out_of_the_speed(monkeypatch):
     assert figures["first_step_seconds"] == 2.5
 
 
+@pytest.fixture
+def accelerate_afresh():
+    """A process in which accelerate has no precision yet, before and after."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.usefixtures("accelerate_afresh")
 @pytest.mark.parametrize(("adapter", "precision"), [("none", "fp32"), ("lora", "bf16")])
 def test_ours_and_trl_train_the_same_rows(tmp_path, adapter, precision):
     rows = [{"prompt": f"{i} and 1 is", "completion": f" {i + 1}"} for i in range(8)]
