@@ -390,7 +390,8 @@ def truncate(
         return prompt, responses
     floor = min(len(prompt), max(1, int(max_length * PROMPT_FLOOR)))
     room = min(len(prompt), max(floor, max_length - longest))
-    return truncate_prompt(prompt, room, bos), [response[: max_length - room] for response in responses]
+    kept = truncate_prompt(prompt, room, bos)
+    return kept, [response[: max_length - len(kept)] for response in responses]
 
 
 def truncate_prompt(prompt: list[int], length: int, bos: int | None) -> list[int]:

@@ -76,6 +76,9 @@ def test_a_cut_before_a_turn_that_begins_with_a_bos_leaves_one(chatml, templates
     dialogue = [{"role": role, "content": "the cat"} for role in ("user", "assistant") * 2]
     rows = [Demonstration(dialogue[:-1], "sat", "r1", dialogue)]
     [trained], _ = tokenize_demonstrations(rows, tokenizer, max_length)
+    pairs = [Comparison(dialogue[:-1], "the cat sat " * 60, "sat", None, "r1")]
+    [pair], _ = tokenize_comparisons(pairs, tokenizer, 4 * max_length)
+    assert len(pair.documents[0]) == 4 * max_length  # a response that is cut fills its document
     [prompt], _ = tokenize_prompts([Prompt(dialogue[:-1], {}, "r1")], tokenizer, max_length)
     bos = tokenizer.bos_token_id
     for ids in (trained.ids, prompt.ids):
