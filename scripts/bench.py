@@ -7,15 +7,15 @@
 Runs in processes of their own take turns: ours, trl as it comes, and trl at each setting that could make it faster (packing,
 rows grouped by length, reference log-probabilities computed beforehand, as ours can too); --plain leaves these settings out.
 Both read the same rows from the same checkpoint, 32 rows an update or --batch. --policy is the directory of a real model; of
-several --precision all take turns in one run; `filled` rows are all about
-450 tokens long. Figures are medians over rounds, with the
-lowest and the highest: tokens and rows (pairs) per second after two updates, by the clock, and by the process's time of the
-processor, which other work on the machine moves less; seconds from the start of Python to the end of the first update
-(prepared data lies in ours' cache from a round that is not counted), peak memory, and MFU, on a CPU by the processor's time:
-6 operations per weight of a matrix product and token, 4 under LoRA, 2 more for DPO's reference where it runs beside the
-policy, over what a large product reaches in the same run and precision. Tokens are real ones: padding earns nothing, and a
-prompt that we compute once for both sides of a pair counts twice. Forward, backward and decoding beside transformers are in
-bench_model.py. `ratios` above 1: ours is faster, or takes more seconds and memory.
+several --precision all take turns in one run; `filled` rows are all about 450 tokens long. Figures are medians over rounds,
+with the lowest and the highest: tokens and rows (pairs) per second after two updates, by the clock, and by the process's time
+of the processor, all threads together, which other work on the machine moves less; seconds from the start of Python to the
+end of the first update (without --plain, prepared data lies in ours' cache from a round that is not counted), peak memory,
+and MFU, on a CPU by the processor's time of one thread: 6 operations per weight of a matrix product and token, 4 under LoRA,
+2 more for DPO's reference where it runs beside the policy, over what a large product reaches in the same run, precision and
+threads. Tokens are real ones: padding earns nothing, and a prompt that we compute once for both sides of a pair counts twice.
+Forward, backward and decoding beside transformers are in bench_model.py. `ratios` above 1: ours is faster, or takes more
+seconds and memory.
 """
 
 import argparse
@@ -137,7 +137,8 @@ def bench_trainers(settings: dict[str, Any], rounds: int, weight_seconds: dict[s
         row |= measuring.medians(measured, KEYS)
         operations = 4 if settings["adapter"] == "lora" else 6
         operations += 2 if kind == "dpo" and "precomputed" not in name else 0
-        speed = row["tokens_per_second" if torch.cuda.is_available() else "tokens_per_cpu_second"]
+        on_gpu = torch.cuda.is_available()
+        speed = row["tokens_per_second"] if on_gpu else row["tokens_per_cpu_second"] * row["threads"]
         row["mfu"] = round(speed * operations * weight_seconds[precision], 3)
         if name.startswith("trl"):  # beside our own run with the same idea, where there is one
             ours = figures.get((name.replace("trl", "alignment", 1), precision), figures["alignment", precision])

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import repeat
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -296,7 +296,7 @@ def chunked_token_log_probs(
     of_chunk = partial(_chunk_outputs, head, temperature=temperature, with_entropy=entropy, known=known)
     kept = len(tokens) * vocabulary <= KEPT_ELEMENTS.get(device, 2**26)
     if loss is None and computes_float32_logits(head, hidden):
-        weight: Tensor = head.weight  # type: ignore[attr-defined]
+        weight = head.weight
         kept = kept or not weight.requires_grad
         weight = weight if known is None else weight[:known]
         of_chunk = partial(
@@ -317,7 +317,7 @@ def chunked_token_log_probs(
     )
 
 
-def computes_float32_logits(head: object, hidden: Tensor) -> bool:
+def computes_float32_logits(head: object, hidden: Tensor) -> TypeGuard[torch.nn.Linear]:
     """True where a plain head gives float32 logits although the run computes in bfloat16: under autocast on a CPU.
 
     A logit of 16 to 32 has steps of 1/8 in bfloat16, which are steps of 13 % in a ratio of probabilities.
@@ -341,7 +341,7 @@ def head_logits(head: Head, hidden: Tensor) -> Tensor:
 def _float32_outputs(
     hidden: Tensor,
     tokens: Tensor,
-    _: None,
+    _: object,
     *,
     weight: Tensor,
     rounded: Tensor,
@@ -354,7 +354,7 @@ def _float32_outputs(
 
 
 class _HeadLogProbs(torch.autograd.Function):
-    """Log-probabilities and entropies of float32 logits, hidden weight^T; gradients of bfloat16 products.
+    """Log-probabilities and entropies, [n], of float32 logits, hidden [n, D] weight [V, D]^T; gradients of bfloat16 products.
 
     d log p(token) / d hidden = weight[token] - sum_v p(v) weight[v]
 

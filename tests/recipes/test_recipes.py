@@ -217,7 +217,7 @@ def test_judge_and_policies_of_smollm2_met_no_dialogue_that_is_held_out(tmp_path
 
 
 def test_the_short_setting_of_smollm2_is_its_stages_with_bands_of_its_own():
-    short, whole = (read_recipe(f"{packaged_folder('recipes')}/smollm2/{name}.yaml") for name in ("short", "recipe"))
+    short, whole = map(read_recipe, ("smollm2/short", "smollm2"))
     runs = {stage.name: (stage.run, stage.config) for stage in whole[0].stages if isinstance(stage.config, str)}
     assert (
         runs.items()

@@ -32,6 +32,7 @@ def attend(
         [B, H, T, K].
     """
     if spec.softcap is None:
+        # A plan's tensors lie on a CPU and choose as on a GPU.
         low = q.dtype == torch.bfloat16 and q.device.type == "cpu" and not on_gpu(q)
         if low and causal and mask is None and not dropout and not torch.compiler.is_compiling():
             grouped = q.reshape(-1, q.shape[1] // k.shape[1], *q.shape[2:])
