@@ -162,7 +162,7 @@ class RewardModel:
         return same_vocabulary(own, tokenizer) and same_template and not self.is_encoder
 
     def score(
-        self, texts: Sequence[Text], micro_batch_tokens: int = 16_384, ended: Sequence[bool] | None = None
+        self, texts: Sequence[Text], micro_batch_tokens: int | None = None, ended: Sequence[bool] | None = None
     ) -> Tensor:
         """Score whole texts, or prompts with their responses; a score does not depend on the batch around it.
 
@@ -183,7 +183,7 @@ class RewardModel:
         return self.combined(self.score_members(texts, micro_batch_tokens, ended))
 
     def score_members(
-        self, texts: Sequence[Text], micro_batch_tokens: int = 16_384, ended: Sequence[bool] | None = None
+        self, texts: Sequence[Text], micro_batch_tokens: int | None = None, ended: Sequence[bool] | None = None
     ) -> Tensor:
         """Scores by each member of an ensemble, [n, k], k = 1 for a single model; arguments as for `score`."""
         return self.calibration.apply(score_encoded(self.model, self.encode(texts, ended), micro_batch_tokens))
@@ -195,7 +195,7 @@ class RewardModel:
         mean = members.mean(-1) if members.shape[-1] > 1 else members.squeeze(-1)
         return mean if self.combine == "mean" else mean - self.std_coef * members.std(-1, correction=0)
 
-    def score_ids(self, documents: Sequence[Sequence[int]], micro_batch_tokens: int = 16_384) -> Tensor:
+    def score_ids(self, documents: Sequence[Sequence[int]], micro_batch_tokens: int | None = None) -> Tensor:
         """Score token ids as they are, [n]."""
         return self.combined(self.calibration.apply(self.members_of_ids(documents, micro_batch_tokens)))
 
@@ -259,17 +259,22 @@ class RewardModel:
         encoded = encode_response(self.tokenizer, response, prompt, ended=ended)
         return [*(encoded.prompt or prompt_ids(self.tokenizer, prompt)), *encoded.ids]
 
-    def members_of_ids(self, documents: Sequence[Sequence[int]], micro_batch_tokens: int = 16_384) -> Tensor:
+    def members_of_ids(self, documents: Sequence[Sequence[int]], micro_batch_tokens: int | None = None) -> Tensor:
         """Raw scores of token ids by each member, before any calibration, [n, k]."""
         return score_encoded(self.model, [Encoded(ids, [0] * len(ids)) for ids in documents], micro_batch_tokens)
 
 
 @torch.no_grad()
-def score_encoded(model: nn.Module, texts: Sequence[Encoded], micro_batch_tokens: int = 16_384) -> Tensor:
-    """Raw scores of texts by each member of a model, whole or sharded by an engine, float32 on the CPU, [n, k]."""
+def score_encoded(model: nn.Module, texts: Sequence[Encoded], micro_batch_tokens: int | None = None) -> Tensor:
+    """Raw scores of texts by each member of a model, whole or sharded by an engine, float32 on the CPU, [n, k].
+
+    Args:
+        micro_batch_tokens: None: 16,384 on a GPU, 4,096 on a CPU, which more of them slow down.
+    """
     found: list[tuple[list[int], Tensor]] = []
     device = next(model.parameters()).device
-    for group in group_by_length([len(text.ids) for text in texts], micro_batch_tokens):
+    limit = micro_batch_tokens or (16_384 if device.type == "cuda" else 4_096)
+    for group in group_by_length([len(text.ids) for text in texts], limit):
         batch = Ragged.build([texts[i].ids for i in group], segments=[texts[i].segments for i in group])
         found.append((group, batch_scores(model, batch.to(device)).float().cpu()))
     scores = torch.zeros(len(texts), found[0][1].shape[1] if found else 1)

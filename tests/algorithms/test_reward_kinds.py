@@ -138,7 +138,7 @@ def test_rows_whose_responses_all_tie_are_left_out_where_they_say_nothing(checkp
 
 
 @pytest.mark.parametrize("kind", ["heads", "adapters"])
-def test_an_ensemble_scores_by_its_mean_and_is_unsure_off_the_training_rows(
+def test_an_ensemble_scores_by_its_mean_its_lowest_or_its_mean_less_its_spread(
     kind, checkpoints, make_stage, tmp_path, read_metrics
 ):
     more = {"adapter": LoRASpec(rank=4, alpha=16.0)} if kind == "adapters" else {}
@@ -153,19 +153,12 @@ def test_an_ensemble_scores_by_its_mean_and_is_unsure_off_the_training_rows(
     reward = load_reward_model(directory)
     rng = random.Random(3)
     known = [("How is the bus?", response(rng)[0]) for _ in range(30)]
-    strange = [(" ".join(rng.choices("QZX#@%&~^", k=12)), " ".join(rng.choices("KJ!?$*+=<>", k=16))) for _ in range(30)]
     members = reward.score_members(known)
     assert members.shape == (30, 3)
     assert_close(reward.score(known), members.mean(1))
     assert_close(load_reward_model(directory, combine="min").score(known), members.amin(1))
     lower = load_frozen_reward_model(directory, SharedWeights(), combine="lower", std_coef=2.0)
     assert_close(lower.score(known), members.mean(1) - 2 * members.std(1, correction=0), atol=1e-5, rtol=1e-5)
-    if kind == "heads":  # their one trunk learns to see nothing but the reward, also in strange texts
-        return
-    # Members agree on what they learned, up to a level and a scale of their own, and on nothing else.
-    other = (reward.score_members(strange) - members.mean(0)) / members.std(0)
-    same = (members - members.mean(0)) / members.std(0)
-    assert other.std(1).mean() > 1.2 * same.std(1).mean()
 
 
 def test_an_ensemble_of_heads_opens_in_transformers_with_a_label_for_each(checkpoints, ran, tmp_path):

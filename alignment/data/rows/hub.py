@@ -59,7 +59,9 @@ def load_hub(name: str, config: str | None, split: str, *, streaming: bool = Fal
         return _load_online(known, name, config, split, options)
     except Exception as error:  # the library raises a dozen unrelated types
         folder = data_folder() / name
-        source = known["home"] + known["files"] if "home" in known else f"hf download {name} --repo-type dataset"
+        source = f"hf download {name} --repo-type dataset"
+        if "home" in known:
+            source = (known["home"] + known["files"]).format(config=config, split=split.partition("[")[0])
         command = " ".join(filter(None, [source, revision and f"--revision {revision}"]))
         raise UserError(
             f"{name}: no such file, and the Hub gave no data set of that name with split '{split}' ("
