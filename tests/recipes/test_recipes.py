@@ -27,7 +27,19 @@ opening = load_stage_file(packaged_folder("recipes") / "rows.py").opening
 RECIPES = sorted(path.parent.name for path in packaged_folder("recipes").glob("*/recipe.yaml"))
 POLICIES = ("hh", "smollm2", "stories")  # real data, policies compared in the end
 REAL = (*POLICIES, "polite", "rankings", "sentiment", "text_to_text")
-WITH_BASES = [pytest.param(name, marks=pytest.mark.real_base if name == "smollm2" else ()) for name in REAL]
+ON_BASES = ("smollm2", "smollm2/short", "polite", "rankings", "sentiment")
+FROM_NOTHING = ("polite/from_nothing", "rankings/from_nothing", "sentiment/from_nothing")
+MARKS = {"real_base": ON_BASES, "real_data": (*REAL, *FROM_NOTHING, "smollm2/short")}
+
+
+def marked(*names):
+    """Recipes as parameters; those on real data or a real base are marked so."""
+    return [
+        pytest.param(name, marks=[getattr(pytest.mark, mark) for mark, those in MARKS.items() if name in those])
+        for name in names
+    ]
+
+
 SHORT = {  # a few updates of everything
     "hh": [
         "sft.training.max_steps=2", "pretrain.training.max_steps=2", "pretrain.model.hidden_size=32",
@@ -56,25 +68,36 @@ SHORT = {  # a few updates of everything
         "ppo_without_mix.training.max_steps=1", "ppo_without_mix.training.batch_size=8", "evaluation.data.max_rows=8",
         "evaluation.text.max_rows=4",
     ],
-    "polite": [
+    "polite/from_nothing": [
         "pretrain.training.max_steps=2", "pretrain.data.max_rows=60", "pretrain.vocabulary=300",
         "pretrain.model.hidden_size=32", "pretrain.model.intermediate_size=32", "sft.training.max_steps=1",
         "sft.data.evaluation=null", "dpo.training.max_steps=2", "dpo.data.max_rows=32", "dpo.data.evaluation=null",
     ],
-    "rankings": [
+    "rankings/from_nothing": [
         "pretrain.training.max_steps=2", "pretrain.data.max_rows=60", "pretrain.vocabulary=300",
         "pretrain.model.hidden_size=32", "pretrain.model.intermediate_size=32", "ranking.training.max_steps=1",
         "ranking.data.evaluation=null", "plackett_luce.training.max_steps=1", "plackett_luce.data.evaluation=null",
         "pairs.training.max_steps=1", "pairs.data.evaluation=null", "ranking_accuracy.data.max_rows=8",
         "plackett_luce_accuracy.data.max_rows=8", "pairs_accuracy.data.max_rows=8",
     ],
-    "sentiment": [
+    "sentiment/from_nothing": [
         "masked.training.max_steps=2", "masked.data.max_rows=20", "masked.vocabulary=2000", "causal.training.max_steps=2",
         "causal.data.max_rows=20", "causal.vocabulary=2000", "encoder.training.max_steps=2", "decoder.training.max_steps=2",
         "encoder.data.evaluation=null", "decoder.data.evaluation=null", "encoder.data.max_rows=64",
         "decoder.data.max_rows=64", "encoder_accuracy.fit.max_rows=20", "encoder_accuracy.data.max_rows=20",
         "decoder_accuracy.fit.max_rows=20", "decoder_accuracy.data.max_rows=20", "both_accuracy.fit.max_rows=20",
         "both_accuracy.data.max_rows=20",
+    ],
+    "polite": ["dpo.training.max_steps=1", "dpo.training.batch_size=2", "dpo.data.max_rows=8", "dpo.data.evaluation=null"],
+    "rankings": [
+        "ranking.training.max_steps=1", "ranking.training.batch_size=1", "plackett_luce.training.max_steps=1",
+        "plackett_luce.training.batch_size=1", "pairs.training.max_steps=1", "pairs.training.batch_size=1",
+        "*_accuracy.data.max_rows=2",
+    ],
+    "sentiment": [
+        "encoder.training.max_steps=1", "encoder.data.max_rows=32", "encoder.data.evaluation=null",
+        "encoder_accuracy.fit.max_rows=8", "encoder_accuracy.data.max_rows=8", "sst2.training.max_steps=1",
+        "sst2.data.max_rows=32", "sst2.data.evaluation=null",
     ],
     "text_to_text": [
         "base.training.max_steps=2", "sft.training.max_steps=2", "sft.data.evaluation=null",
@@ -171,9 +194,8 @@ def test_the_base_of_make_bases_is_a_copy_and_that_is_said(tmp_path, monkeypatch
     assert capsys.readouterr().err.count(f"read from the copy in {tmp_path / 'bases/smollm2'}") == 1
 
 
-@pytest.mark.real_data
 @pytest.mark.slow
-@pytest.mark.parametrize("name", WITH_BASES)
+@pytest.mark.parametrize("name", marked(*REAL, *FROM_NOTHING))
 def test_every_stage_runs(name, tmp_path):
     run_recipe(name, tmp_path, SHORT[name])
     if name in POLICIES:
@@ -243,10 +265,7 @@ def test_held_out_dialogues_begin_like_none_that_was_trained_on(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [
-        "preferences", "verifiable", *(pytest.param(name, marks=pytest.mark.real_data) for name in REAL if name != "smollm2"),
-        pytest.param("smollm2/short", marks=[pytest.mark.real_data, pytest.mark.real_base]),
-    ],
-)  # fmt: skip
+    marked("preferences", "verifiable", "smollm2/short", *(each for each in REAL if each != "smollm2"), *FROM_NOTHING),
+)
 def test_whole_recipes_end_in_their_expected_ranges(name, tmp_path):
     assert run_recipe(name, Path(tmp_path), check=True)
