@@ -117,7 +117,7 @@ def attach_lora(model: nn.Module, spec: LowRankSpec, name: str = DEFAULT) -> Non
                 _start_at_principal_vectors(layer, name)
     if isinstance(spec, LoRASpec):
         for layer in lora_layers(model).values():
-            layer._cast_input_dtype = _cast_unless_autocast
+            layer._cast_input_dtype = _cast_unless_autocast  # pyright: ignore[reportAttributeAccessIssue]
     activate_loras(model)
     attach_extras(model, spec.modules_to_save, spec.token_rows)
 

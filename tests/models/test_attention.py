@@ -74,17 +74,20 @@ def test_the_kernel_path_refuses_dropout_rather_than_drop_it(monkeypatch):
         varlen_attention(AttentionSpec(4, 4, 8, 0.3, False, False), STARTS, 40, STARTS, 40)(x, x, x, 0.1)
 
 
+@pytest.mark.parametrize("masks", [None, 1, 2])
 @pytest.mark.parametrize(("heads", "key_heads", "tokens"), [(4, 4, 64), (6, 2, 65), (3, 1, 150), (2, 2, 20)])
-def test_blocks_of_queries_in_bfloat16_stay_near_float32(heads, key_heads, tokens):
+def test_blocks_of_queries_in_bfloat16_stay_near_float32(heads, key_heads, tokens, masks):
     """Values and gradients are within 2^-7 of float32's on the same rounded inputs, in the norm."""
     torch.manual_seed(0)
-    shapes = [(2, tokens, count, 16) for count in (heads, key_heads, key_heads)]
+    keys = tokens if masks is None else tokens + 30  # a mask lets queries see a prompt before them
+    mask = None if masks is None else torch.rand(masks, 1, tokens, keys) < 0.5
+    shapes = [(2, size, count, 16) for size, count in ((tokens, heads), (keys, key_heads), (keys, key_heads))]
     rounded = [(1.5 * torch.randn(shape)).bfloat16().transpose(1, 2).requires_grad_() for shape in shapes]
     exact = [x.detach().float().requires_grad_() for x in rounded]
     spec = AttentionSpec(heads, key_heads, 16, scale=0.25, bias=False, output_bias=False)
     with torch.autocast("cpu", torch.bfloat16):
-        mixed = sdpa.attend(*rounded, spec, mask=None, causal=True, dropout=0.0)
-    expected = sdpa.attend(*exact, spec, mask=None, causal=True, dropout=0.0)
+        mixed = sdpa.attend(*rounded, spec, mask=mask, causal=mask is None, dropout=0.0)
+    expected = sdpa.attend(*exact, spec, mask=mask, causal=mask is None, dropout=0.0)
     assert "Blocked" in type(mixed.grad_fn.next_functions[0][0]).__name__ and mixed.dtype == torch.bfloat16
     grad = torch.randn(expected.shape).bfloat16()
     mixed.backward(grad)

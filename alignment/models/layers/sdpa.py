@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,7 +38,9 @@ def attend(
         plain = causal if mask is None else mask.dtype == torch.bool and mask.shape[1:3] == (1, q.shape[2])
         if low and plain and not dropout and not torch.compiler.is_compiling():
             grouped = q.reshape(-1, q.shape[1] // k.shape[1], *q.shape[2:])
-            return _BlockedAttention.apply(grouped, k.flatten(0, 1), v.flatten(0, 1), mask, spec.scale).view(q.shape)
+            return _BlockedAttention.apply(grouped, k.flatten(0, 1), v.flatten(0, 1), _Scores(spec.scale, mask)).view(
+                q.shape
+            )
         # No fast kernel of a GPU shares key heads in float32.
         if q.is_cuda and q.dtype == torch.float32 and q.shape[1] != k.shape[1]:
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
@@ -57,44 +60,50 @@ def attend(
     return F.dropout(weights, dropout) @ v
 
 
+class _Scores(NamedTuple):
+    """The factor on the scores, and True where a query sees a key, [1 or B, 1, T, S]; None: causal, T = S."""
+
+    scale: float
+    mask: Tensor | None
+
+
 class _BlockedAttention(torch.autograd.Function):
     """Attention of bfloat16 on a CPU, a block of queries at a time; torch's kernel is as slow as float32's.
 
-    q is [N, G, T, K]; k and v, which G heads share, are [N, S, K]. `mask` is [1 or B, 1, T, S], True where a query sees a
-    key, B rows of N / B key heads each; None: causal, T = S. Scores, softmax and sums over blocks are in float32; the
-    other products are of bfloat16.
+    q is [N, G, T, K]; k and v, which G heads share, are [N, S, K], N / B key heads of each of B rows. Scores, softmax and
+    sums over blocks are in float32; the other products are of bfloat16.
     """
 
     @staticmethod
     @torch.autocast("cpu", enabled=False)
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, how: _Scores) -> Tensor:
         mixed = torch.empty_like(q)
-        for block, seen in _blocks(q, mask):
-            weights = _block_weights(q, k, mask, scale, block, seen)
+        for block, seen in _blocks(q, how.mask):
+            weights = _block_weights(q, k, how, block, seen)
             mixed[:, :, block] = (weights.to(v.dtype) @ v[:, seen]).view_as(q[:, :, block])
-        ctx.save_for_backward(q, k, v, mask, mixed)
-        ctx.scale = scale
+        ctx.save_for_backward(q, k, v, mixed)
+        ctx.how = how
         return mixed
 
     @staticmethod
     @torch.autocast("cpu", enabled=False)
     def backward(ctx, *grad_outputs: Tensor):
-        q, k, v, mask, mixed = ctx.saved_tensors
+        q, k, v, mixed = ctx.saved_tensors
         grad = grad_outputs[0]
         # d softmax(s) / d s = P (dP - sum_keys P dP), and that sum is the product of a query's output and its gradient.
         sums = (grad.float() * mixed).sum(-1, keepdim=True)
         to_q = torch.empty_like(q)
         to_k = torch.zeros(k.shape)
         to_v = torch.zeros(v.shape)
-        for block, seen in _blocks(q, mask):
-            weights = _block_weights(q, k, mask, ctx.scale, block, seen)
+        for block, seen in _blocks(q, ctx.how.mask):
+            weights = _block_weights(q, k, ctx.how, block, seen)
             to_mixed = grad[:, :, block].flatten(1, 2)
             to_v[:, seen] += weights.to(v.dtype).transpose(1, 2) @ to_mixed
             to_weights = to_mixed @ v[:, seen].transpose(1, 2)
-            to_scores = weights.mul_(to_weights - sums[:, :, block].flatten(1, 2)).mul_(ctx.scale).to(q.dtype)
+            to_scores = weights.mul_(to_weights - sums[:, :, block].flatten(1, 2)).mul_(ctx.how.scale).to(q.dtype)
             to_q[:, :, block] = (to_scores @ k[:, seen]).view_as(q[:, :, block])
             to_k[:, seen] += to_scores.transpose(1, 2) @ q[:, :, block].flatten(1, 2)
-        return to_q, to_k.to(k.dtype), to_v.to(v.dtype), None, None
+        return to_q, to_k.to(k.dtype), to_v.to(v.dtype), None
 
 
 def _blocks(q: Tensor, mask: Tensor | None) -> list[tuple[slice, slice]]:
@@ -106,16 +115,17 @@ def _blocks(q: Tensor, mask: Tensor | None) -> list[tuple[slice, slice]]:
     ]
 
 
-def _block_weights(q: Tensor, k: Tensor, mask: Tensor | None, scale: float, block: slice, seen: slice) -> Tensor:
+def _block_weights(q: Tensor, k: Tensor, how: _Scores, block: slice, seen: slice) -> Tensor:
     """Attention weights of a block of queries on the keys that it may see, float32, [N, G * n, keys]."""
     queries = q[:, :, block]
     scores = queries.flatten(1, 2).float() @ k[:, seen].float().transpose(1, 2)
-    scores.mul_(scale)
-    if mask is None:
+    scores.mul_(how.scale)
+    if how.mask is None:
         later = torch.ones(queries.shape[2], queries.shape[2], dtype=torch.bool).triu(1)
         scores.view(*queries.shape[:3], -1)[..., block].masked_fill_(later, -torch.inf)
     else:
-        scores.view(len(mask), -1, queries.shape[2], scores.shape[-1]).masked_fill_(~mask[:, :, block], -torch.inf)
+        rows = scores.view(len(how.mask), -1, queries.shape[2], scores.shape[-1])
+        rows.masked_fill_(~how.mask[:, :, block], -torch.inf)
     return torch.softmax(scores, -1, out=scores)
 
 
