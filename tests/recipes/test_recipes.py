@@ -27,8 +27,8 @@ opening = load_stage_file(packaged_folder("recipes") / "rows.py").opening
 RECIPES = sorted(path.parent.name for path in packaged_folder("recipes").glob("*/recipe.yaml"))
 POLICIES = ("hh", "smollm2", "stories")  # real data, policies compared in the end
 REAL = (*POLICIES, "polite", "rankings", "sentiment", "text_to_text")
-ON_BASES = ("smollm2", "smollm2/short", "polite", "rankings", "sentiment")
-FROM_NOTHING = ("polite/from_nothing", "rankings/from_nothing", "sentiment/from_nothing")
+ON_BASES = ("smollm2", "smollm2/short", "polite", "sentiment")
+FROM_NOTHING = ("polite/from_nothing", "sentiment/from_nothing")
 MARKS = {"real_base": ON_BASES, "real_data": (*REAL, *FROM_NOTHING, "smollm2/short")}
 
 
@@ -73,7 +73,7 @@ SHORT = {  # a few updates of everything
         "pretrain.model.hidden_size=32", "pretrain.model.intermediate_size=32", "sft.training.max_steps=1",
         "sft.data.evaluation=null", "dpo.training.max_steps=2", "dpo.data.max_rows=32", "dpo.data.evaluation=null",
     ],
-    "rankings/from_nothing": [
+    "rankings": [
         "pretrain.training.max_steps=2", "pretrain.data.max_rows=60", "pretrain.vocabulary=300",
         "pretrain.model.hidden_size=32", "pretrain.model.intermediate_size=32", "ranking.training.max_steps=1",
         "ranking.data.evaluation=null", "plackett_luce.training.max_steps=1", "plackett_luce.data.evaluation=null",
@@ -89,11 +89,6 @@ SHORT = {  # a few updates of everything
         "both_accuracy.data.max_rows=20",
     ],
     "polite": ["dpo.training.max_steps=1", "dpo.training.batch_size=2", "dpo.data.max_rows=8", "dpo.data.evaluation=null"],
-    "rankings": [
-        "ranking.training.max_steps=1", "ranking.training.batch_size=1", "plackett_luce.training.max_steps=1",
-        "plackett_luce.training.batch_size=1", "pairs.training.max_steps=1", "pairs.training.batch_size=1",
-        "*_accuracy.data.max_rows=2",
-    ],
     "sentiment": [
         "encoder.training.max_steps=1", "encoder.data.max_rows=32", "encoder.data.evaluation=null",
         "encoder_accuracy.fit.max_rows=8", "encoder_accuracy.data.max_rows=8", "sst2.training.max_steps=1",
