@@ -115,8 +115,16 @@ def attach_lora(model: nn.Module, spec: LowRankSpec, name: str = DEFAULT) -> Non
         for layer in lora_layers(model).values():
             if name in layer.lora_A:
                 _start_at_principal_vectors(layer, name)
+    if isinstance(spec, LoRASpec):
+        for layer in lora_layers(model).values():
+            layer._cast_input_dtype = _cast_unless_autocast  # pyright: ignore[reportAttributeAccessIssue]
     activate_loras(model)
     attach_extras(model, spec.modules_to_save, spec.token_rows)
+
+
+def _cast_unless_autocast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in the type of a LoRA's weights; under autocast as it is, for peft's two copies would give the same product."""
+    return x if torch.is_autocast_enabled(x.device.type) else x.to(dtype)
 
 
 def by_layer(model: nn.Module, wanted: list[str], pattern: Mapping[str, float], key: str) -> dict[str, float]:

@@ -32,6 +32,22 @@ def test_a_layer_gives_its_output_plus_the_scaled_update(base, stabilized, scale
     assert_close(layer(x), layer.get_base_layer()(x) + scale * x @ down.T @ up.T)
 
 
+def test_under_autocast_the_input_keeps_its_type_and_the_numbers_are_those_of_pefts_casts(base):
+    layer = attach(load_language_model(base), LoRASpec(rank=4)).get_submodule("trunk.blocks.0.attention.output")
+    torch.nn.init.normal_(layer.lora_B["default"].weight)
+    seen, found = [], []
+    layer.lora_A["default"].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].dtype))
+    for _ in range(2):
+        x = torch.randn(3, 32, generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            layer(x).square().sum().backward()
+        found.append((x.grad, *(parameter.grad for parameter in layer.parameters() if parameter.requires_grad)))
+        layer.zero_grad()
+        layer.__dict__.pop("_cast_input_dtype", None)  # peft's own from here on
+    assert seen == [torch.bfloat16, torch.float32]
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
+
+
 def test_layers_are_chosen_by_the_ends_of_their_names(base):
     model = attach(load_language_model(base), LoRASpec(rank=2, layers=r"1\.attention\.(query|value)"))
     adapted = {name.partition(".lora_A")[0] for name in model.state_dict() if ".lora_A" in name}
