@@ -9,6 +9,8 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from tests.conftest import BASES, DATA
+
 FOLDER = Path(__file__).resolve().parent.parent / "notebooks"
 TINY = {  # in place of the cell with the tag `parameters`
     "1_rlhf_in_ten_minutes": """
@@ -27,10 +29,16 @@ TINY = {  # in place of the cell with the tag `parameters`
                            prompts=2, prompts_eval=60)
         LABELS = 30
     """,
+    "4_a_real_model": """
+        STEPS = {"reward": 1, "dpo": 1}
+        COUNTS = {"train": 32, "held_out": 8, "prompts": 4, "samples": 3}
+    """,
 }
+REAL = (pytest.mark.real_base, pytest.mark.real_data)
+NAMES = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
 
 
-@pytest.fixture(params=sorted(path.stem for path in FOLDER.glob("*.ipynb")))
+@pytest.fixture(params=[pytest.param(name, marks=REAL) if name == "4_a_real_model" else name for name in NAMES])
 def notebook(request):
     """A notebook, with its name in `metadata`."""
     found = nbformat.read(FOLDER / f"{request.param}.ipynb", as_version=4)
@@ -53,7 +61,8 @@ def test_a_notebook_runs_on_tiny_settings(notebook, tmp_path):
     assert names_set(tiny) == names_set(cell.source)
     cell.source = tiny
     client = NotebookClient(notebook, timeout=300, kernel_name="python3")
-    client.execute(cwd=str(tmp_path), env={**os.environ, "PYTHONPATH": str(FOLDER.parent), "OMP_NUM_THREADS": "1"})
+    folders = {"PYTHONPATH": str(FOLDER.parent), "ALIGNMENT_BASES": str(BASES), "ALIGNMENT_DATA": str(DATA)}
+    client.execute(cwd=str(tmp_path), env={**os.environ, **folders, "OMP_NUM_THREADS": "1"})
     for cell in notebook.cells:
         if cell.cell_type == "code":
             assert cell.execution_count, cell.source
@@ -83,4 +92,4 @@ def test_a_notebook_names_no_path_of_a_machine_and_links_to_notebooks_that_exist
 
 
 def test_each_notebook_has_tiny_settings():
-    assert sorted(TINY) == sorted(path.stem for path in FOLDER.glob("*.ipynb"))
+    assert sorted(TINY) == NAMES
