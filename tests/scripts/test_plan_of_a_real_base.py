@@ -26,7 +26,7 @@ def test_a_plan_on_smollm2_is_within_5_percent_of_the_measured_peak(tmp_path):
         "adapter": plan_vs_measured.LORA,
         "training": {"max_steps": 2, "batch_size": 4, "micro_batch_tokens": 1024, "precision": "bf16"},
     }  # fmt: skip
-    # about 70 MB of every peak are no tensors, so the batch is one in which they are 3 %: the tokenizer of 49,152 tokens
+    # about 70 MB of every peak are no tensors, so the batch is one in which they are 4 %: the tokenizer of 49,152 tokens
     # (32 MB), the kernels that oneDNN compiles for each shape (18), MKL's buffers (5)
     config = tmp_path / "sft.yaml"
     config.write_text(json.dumps(settings))
