@@ -64,7 +64,7 @@ Launch = Annotated[
     ),
 ]
 Dtype = Annotated[
-    Literal["auto", "float32", "bfloat16", "float16"], typer.Option(help="Type of the weights; auto: the checkpoint's.")
+    Literal["auto", "float32", "bfloat16", "float16"], typer.Option(help="Type of the weights; auto: the checkpoint's, float32 where the CPU lacks it.")
 ]
 Quantize = Annotated[
     Literal["nf4", "int8"] | None, typer.Option(help="Quantize the blocks, or (export) what an adapter was trained on.")

@@ -29,7 +29,7 @@ from alignment.models.quantization import quantize_blocks, require_bitsandbytes
 from alignment.models.safetensors_files import GENERATION_CONFIG, read_config, read_generation_config
 from alignment.models.shared_weights import SharedWeights
 from alignment.models.weights_config import Quantization, set_up_device, warn_of_slow_bfloat16
-from alignment.ragged import has_apple_gpu
+from alignment.ragged import has_apple_gpu, has_bfloat16
 
 UNUSED = r"[<\[].*(?i:pad|reserved|unused).*[>\]]"  # names of tokens that no text has
 MODEL_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", CARD]  # what a repository of the Hub may have
@@ -217,7 +217,7 @@ def load_model(
 
     Args:
         source: directory or Hub name of a model, or of an adapter, which is loaded with its base model.
-        dtype: "float32", "bfloat16", "float16", or "auto" for the type that the weights have in the checkpoint.
+        dtype: "float32", "bfloat16", "float16", or "auto", see `torch_dtype`.
         quantize: hold the matrices of the blocks in 4 bits ("nf4") or 8 ("int8"); everything else as `dtype` says.
 
     Returns:
@@ -226,7 +226,7 @@ def load_model(
     """
     require_bitsandbytes(quantize)
     checkpoint = open_checkpoint(source)
-    model = load_language_model(checkpoint.base, torch_dtype(dtype), "cpu" if quantize else device)
+    model = load_language_model(checkpoint.base, torch_dtype(dtype, device), "cpu" if quantize else device)
     model = model if quantize is None else quantize_blocks(model, quantize).to(device)
     weight = next(model.parameters())
     if weight.dtype == torch.bfloat16 and weight.device.type == "cpu":
@@ -244,11 +244,16 @@ def load_frozen_model(source: str | Checkpoint, bases: SharedWeights, device: st
     return checkpoint.with_adapter(model).requires_grad_(False).eval()
 
 
-def torch_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
-    """The torch type of a name such as "bfloat16"; None for "auto", the type that weights have in the checkpoint."""
+def torch_dtype(dtype: str | torch.dtype, device: str | torch.device | None = None) -> torch.dtype | None:
+    """The torch type of a name such as "bfloat16"; None for "auto", the type that weights have in the checkpoint.
+
+    On a `device` that computes with them auto is float32 if it is a CPU without instructions for bfloat16.
+    """
     if isinstance(dtype, torch.dtype):
         return dtype
-    return None if dtype == "auto" else getattr(torch, dtype)
+    if dtype == "auto":
+        return torch.float32 if str(device) == "cpu" and has_bfloat16() is False else None
+    return getattr(torch, dtype)
 
 
 def best_device() -> str:

@@ -1,6 +1,6 @@
 """Batches without padding: documents end to end in one tensor. Training needs of any batch what `Batch` has.
 
-Last, of the devices that they are moved to, what an Apple GPU lacks.
+Last, of the devices that they are moved to, what some of them lack.
 """
 
 import os
@@ -449,13 +449,23 @@ def fill_groups(order: Sequence[int], lengths: Sequence[int], limit: int) -> lis
     return groups
 
 
-# Apple's GPUs
+# Devices
 
 
 def has_apple_gpu() -> bool:
     """True where models run on an Apple GPU: there is one, torch can use it, and ACCELERATE_USE_CPU is not set."""
     unwanted = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on", "y", "t")
     return torch.backends.mps.is_available() and not torch.cuda.is_available() and not unwanted
+
+
+def has_bfloat16() -> bool | None:
+    """True where the CPU has instructions for bfloat16 (AVX-512 BF16, AMX, Arm's BF16); None: torch cannot tell.
+
+    oneDNN's own question whether it supports bfloat16 is answered with yes by CPUs that only emulate it.
+    """
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    found = [has for name, has in capabilities.items() if "bf16" in name]
+    return any(found) if found else None
 
 
 def on_float64_device(values: Tensor) -> Tensor:

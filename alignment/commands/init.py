@@ -25,11 +25,11 @@ from alignment.data.table import column_of
 from alignment.errors import UserError
 from alignment.files import write_text
 from alignment.loading import load_tokenizer
-from alignment.models.weights_config import has_bfloat16
 from alignment.pipeline.stages import find_stage
 from alignment.planning.layout import Device, Layout, find_device
 from alignment.planning.plan import make_plan
 from alignment.planning.stages import find_start
+from alignment.ragged import has_bfloat16
 
 KINDS: tuple[Kind, ...] = ("comparisons", "demonstrations", "prompts")  # rows of one kind may pass as a later one
 NEEDS: dict[str, tuple[Kind, ...]] = {  # stage -> kinds of rows that must be given, its own first

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 from alignment.errors import UserError
-from alignment.ragged import has_apple_gpu
+from alignment.ragged import has_apple_gpu, has_bfloat16
 from alignment.settings import Settings
 
 Quantization = Literal["nf4", "int8"]
@@ -20,7 +20,7 @@ class WeightsConfig(Settings):
 
     Attributes:
         dtype: type of frozen weights (under an adapter; of the reference and the reward model). auto: the type that they
-            have in the checkpoint. Weights that train, norms, biases and score heads are float32 with every setting.
+            have in the checkpoint; for a model that is only used, see `torch_dtype`. Weights that train, norms, biases and score heads are float32 with every setting.
         quantize: hold the frozen matrices of the blocks in 4 bits (nf4, with double quantization) or 8 bits (int8); needs
             `adapter` and bitsandbytes (`pip install -e '.[quantization]'`).
 
@@ -90,17 +90,7 @@ def warn_of_slow_bfloat16() -> None:
     """Warn, once in a process, if the CPU has no instructions for bfloat16."""
     if has_bfloat16() is False:
         warnings.warn(
-            "this CPU has no bfloat16 instructions: results are right, but products take several times as long as in "
-            "float32; set training.precision=fp32, or --dtype float32 where a model is only used",
+            "this CPU has no bfloat16 instructions: results are right, but products take up to 80 times as long as in "
+            "float32; set training.precision=auto, or dtype auto where a model is only used",
             stacklevel=3,
         )
-
-
-def has_bfloat16() -> bool | None:
-    """True where the CPU has instructions for bfloat16 (AVX-512 BF16, AMX, Arm's BF16); None: torch cannot tell.
-
-    oneDNN's own question whether it supports bfloat16 is answered with yes by CPUs that only emulate it.
-    """
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
-    found = [has for name, has in capabilities.items() if "bf16" in name]
-    return any(found) if found else None

@@ -90,7 +90,7 @@ def load_reward_network(
     if (members := read_members(directory)) is not None:
         weights = WeightsConfig(cast(Any, str(dtype).removeprefix("torch.")), quantize)
         return _ensemble(members, SharedWeights(weights), device)
-    options: dict[str, Any] = {"dtype": torch_dtype(dtype), "device": "cpu" if quantize else device}
+    options: dict[str, Any] = {"dtype": torch_dtype(dtype, device), "device": "cpu" if quantize else device}
     if _is_encoder(directory):
         model = load_pretrained(directory, "scalar", **options)
     else:

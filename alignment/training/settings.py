@@ -4,12 +4,14 @@ import math
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+import torch
 from annotated_types import Interval
 
 from alignment.files import byte_count
+from alignment.ragged import has_apple_gpu, has_bfloat16
 from alignment.settings import NonNegativeFloat, NonNegativeInt, PositiveInt, Rule, Settings, refusal
 
-Precision = Literal["fp32", "tf32", "bf16"]
+Precision = Literal["fp32", "tf32", "bf16", "auto"]
 MOST_EPOCHS = 1_000_000  # more are counted by max_steps
 MOST_ROWS = 10_000_000  # of a batch: they are listed, also where they come from several epochs
 # The words of metric names that say which direction is better; none is in both.
@@ -63,6 +65,13 @@ class TrackingConfig(Settings):
     tags: list[str] = field(default_factory=list)
 
 
+def fast_precision() -> Precision:
+    """bf16 where this machine's GPU or CPU has instructions for it, else fp32."""
+    if torch.cuda.is_available():
+        return "bf16" if torch.cuda.get_device_capability() >= (8, 0) else "fp32"
+    return "bf16" if has_bfloat16() and not has_apple_gpu() else "fp32"
+
+
 @dataclass(frozen=True)
 class TrainingConfig(Settings):
     """Length, batch size, precision, memory, checkpoints and logs of a run.
@@ -76,7 +85,8 @@ class TrainingConfig(Settings):
             fits, found at the start of the run, whose config.yaml then holds it.
         seed: of data order, initialization and dropout.
         precision: of the computation; weights and optimizer state are float32 with each. tf32: float32 whose products a
-            GPU from Ampere on rounds to 10 bits, many times as fast.
+            GPU from Ampere on rounds to 10 bits, many times as fast. auto: bf16 where the GPU or CPU here has instructions
+            for it, else fp32; config.yaml then holds which.
         gradient_checkpointing: recompute activations in the backward pass instead of keeping them.
         keep_activations: what is not recomputed even so: nothing (least memory), attention's outputs, or those of all
             matrix products too (least recomputation).
@@ -148,6 +158,11 @@ class TrainingConfig(Settings):
             "({self.keep_best}) and early_stopping.metric ({self.early_stopping.metric}) must be the same; leave it out",
         ),
     )
+
+    def __post_init__(self) -> None:
+        if self.precision == "auto":
+            object.__setattr__(self, "precision", fast_precision())
+        super().__post_init__()
 
     @property
     def best_metric(self) -> str | None:

@@ -8,12 +8,14 @@ import torch
 from torch import nn
 
 from alignment.adapters import LoRASpec, attach
+from alignment.loading import load_model
 from alignment.models import frozen_weights
 from alignment.models.frozen_weights import FrozenEmbedding, FrozenLinear, frozen_linear, store_frozen, train_in_float32
 from alignment.models.huggingface.checkpoint import load_language_model, load_scalar_model
 from alignment.models.weight_bytes import describe_weights, total_bytes
 from alignment.models.weights_config import WeightsConfig, warn_of_slow_bfloat16
 from alignment.ragged import Ragged, Seq2Seq
+from alignment.training import TrainingConfig
 
 AUTO = WeightsConfig()
 DOCUMENTS = [[5, 6, 7, 8, 9], [10, 11, 12], [13, 14, 15, 16]]
@@ -167,7 +169,7 @@ def test_bytes_are_half_of_float32_and_are_described(low):
 def test_a_cpu_without_bfloat16_instructions_is_warned_of_once(monkeypatch):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True, "avx512_bf16": False, "amx_bf16": False})
     warn_of_slow_bfloat16.cache_clear()
-    with pytest.warns(UserWarning, match="no bfloat16 instructions.*precision=fp32"):
+    with pytest.warns(UserWarning, match="no bfloat16 instructions.*precision=auto"):
         warn_of_slow_bfloat16()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -178,3 +180,18 @@ def test_a_cpu_without_bfloat16_instructions_is_warned_of_once(monkeypatch):
         warnings.simplefilter("error")
         warn_of_slow_bfloat16()
     warn_of_slow_bfloat16.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "instructions, precision, dtype",
+    [({"avx512_bf16": True}, "bf16", torch.bfloat16), ({"avx2": True, "avx512_bf16": False}, "fp32", torch.float32)],
+)
+def test_auto_is_bfloat16_where_the_cpu_has_instructions_for_it(monkeypatch, low, instructions, precision, dtype):
+    directory = low("llama")
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: instructions)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert TrainingConfig(precision="auto").precision == precision
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert {weight.dtype for weight in load_model(directory, "auto").parameters()} == {dtype}
+    assert next(load_model(directory, "bfloat16").parameters()).dtype == torch.bfloat16

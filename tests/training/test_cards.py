@@ -119,6 +119,12 @@ def test_a_run_sets_its_precision_and_leaves_out_attention_by_cudnn(monkeypatch,
     assert (remark is not None and "several times as fast in bf16" in remark) is (precision == "fp32")
 
 
+@pytest.mark.parametrize("name, precision", [("A100", "bf16"), ("T4", "fp32")])
+def test_auto_is_bf16_on_cards_that_have_it(monkeypatch, name, precision):
+    insert(monkeypatch, name)
+    assert TrainingConfig(precision="auto").precision == precision
+
+
 def test_loading_alone_leaves_out_attention_by_cudnn_and_no_more(monkeypatch):
     insert(monkeypatch, "A100")
     torch.backends.cuda.enable_cudnn_sdp(True)
