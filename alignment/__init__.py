@@ -38,9 +38,21 @@ _MODULES = {
 }
 
 __all__ = [
-    "best_of_n", "distill", "dpo", "evaluate", "finetune", "generate", "load_model", "load_reward_model",
-    "load_tokenizer", "online_dpo", "ppo", "pretrain", "reward", "sft",
-]  # fmt: skip
+    "best_of_n",
+    "distill",
+    "dpo",
+    "evaluate",
+    "finetune",
+    "generate",
+    "load_model",
+    "load_reward_model",
+    "load_tokenizer",
+    "online_dpo",
+    "ppo",
+    "pretrain",
+    "reward",
+    "sft",
+]
 __version__ = "0.1.0"
 
 
@@ -65,8 +77,10 @@ class _BitsandbytesFinder:
 
         def without_kernels(module: ModuleType) -> None:
             modules: dict[str, Any] = sys.modules
-            before, logger = modules.get("kernels"), logging.getLogger("bitsandbytes.backends.cpu.ops")
-            modules["kernels"], logger.disabled = None, True  # None: an import of it fails, and that is no news
+            before = modules.get("kernels")
+            logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
+            modules["kernels"] = None  # None: an import of it fails, and that is no news
+            logger.disabled = True
             try:
                 execute(module)
             finally:

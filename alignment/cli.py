@@ -64,7 +64,8 @@ Launch = Annotated[
     ),
 ]
 Dtype = Annotated[
-    Literal["auto", "float32", "bfloat16", "float16"], typer.Option(help="Type of the weights; auto: the checkpoint's, float32 where the CPU lacks it.")
+    Literal["auto", "float32", "bfloat16", "float16"],
+    typer.Option(help="Type of the weights; auto: the checkpoint's, float32 where the CPU lacks it."),
 ]
 Quantize = Annotated[
     Literal["nf4", "int8"] | None, typer.Option(help="Quantize the blocks, or (export) what an adapter was trained on.")
@@ -347,9 +348,14 @@ def generate(
         check_output(Path(output))
     weights = WeightsConfig(dtype, quantize)
     rows = generate_responses(
-        model, adapter, prompt or str(prompts), overrides or [], raw=raw, weights=weights,
+        model,
+        adapter,
+        prompt or str(prompts),
+        overrides or [],
+        raw=raw,
+        weights=weights,
         adapters=_named(adapters, *NAMED_ADAPTER),
-    )  # fmt: skip
+    )
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     if output is None:
         print(lines, end="")
@@ -545,9 +551,14 @@ def data_check(
 
     try:
         report = check_file(
-            file, kind=kind, tokenizer=tokenizer, template=chat_template, max_length=max_length, evaluation=evaluation,
+            file,
+            kind=kind,
+            tokenizer=tokenizer,
+            template=chat_template,
+            max_length=max_length,
+            evaluation=evaluation,
             columns=renamed,
-        )  # fmt: skip
+        )
     except UserError as error:  # it names the keys of a stage's config
         raise UserError(str(error).replace("data.columns.", "--columns ")) from error
     print(report.render())
@@ -621,9 +632,13 @@ def inspect_probe(
     from alignment.data.config import DataConfig
 
     rows = DataConfig(
-        train=data, evaluation=evaluation, evaluation_share=None if evaluation else 0.2, columns=_named(columns),
-        max_rows=max_rows, max_length=max_length,
-    )  # fmt: skip
+        train=data,
+        evaluation=evaluation,
+        evaluation_share=None if evaluation else 0.2,
+        columns=_named(columns),
+        max_rows=max_rows,
+        max_length=max_length,
+    )
     print(write_probe(model, rows, output, words=words, pooling=pooling))
 
 
@@ -792,12 +807,14 @@ def explain(error: Any, *, debug: bool) -> int:
         if (unknown := re.match(r"No such command '(.+?)'\.", str(error))) and (command := command_of(unknown[1])):
             print(f"{unknown[1]} is run by `{command}`", file=sys.stderr)
         return int(error.exit_code)
-    text, code = str(error), 2
+    text = str(error)
+    code = 2
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         name = str(error.filename)
         text = f"{name[:40]}...: there is no such file: a name of {len(name):,} characters is too long for one"
     elif not isinstance(error, UserError):
-        text, code = f"{type(error).__name__}: {error}".removesuffix(": "), 1
+        text = f"{type(error).__name__}: {error}".removesuffix(": ")
+        code = 1
         if type(error).__name__ == "OutOfMemoryError":
             text += "\nlower training.micro_batch_tokens (it changes no result), or set training.gradient_checkpointing=true"
         text += "" if debug else "\nrun again with --debug for the traceback"

@@ -260,7 +260,8 @@ def _replace(new: Path, path: Path) -> None:
     if not os.path.lexists(path):
         os.rename(new, path)
     elif not exchange(new, path):
-        old, removed = _hidden_name(path, "old"), _hidden_name(path, "removed")
+        old = _hidden_name(path, "old")
+        removed = _hidden_name(path, "removed")
         descriptor = _lock(path, fcntl.LOCK_EX)
         os.rename(path, old)
         os.rename(new, path)
@@ -273,7 +274,9 @@ def _replace(new: Path, path: Path) -> None:
 def exchange(one: Path, other: Path) -> bool:
     """Swap two names in one step (Linux only); False if the system or the file system cannot."""
     rename = getattr(ctypes.CDLL(None), "renameat2", None)
-    here, swap = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    # AT_FDCWD, RENAME_EXCHANGE
+    here = -100
+    swap = 2
     return rename is not None and rename(here, os.fsencode(one), here, os.fsencode(other), swap) == 0
 
 

@@ -105,14 +105,16 @@ class Checkpoint:
     """
 
     def __init__(self, source: str | Path):
-        self.source, self.directory = str(source), find_directory(str(source))
+        self.source = str(source)
+        self.directory = find_directory(str(source))
         self.is_adapter = is_adapter(self.directory)
 
     @cached_property
     def base(self) -> Path:
         if not self.is_adapter:
             return self.directory
-        base, revision = read_base(self.directory), read_revision(self.directory)
+        base = read_base(self.directory)
+        revision = read_revision(self.directory)
         try:
             return find_directory(base, revision)
         except UserError as error:

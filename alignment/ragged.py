@@ -294,7 +294,9 @@ def runs(starts: Sequence[int], lengths: Sequence[int]) -> Tensor:
 def document_tokens(prompts: Sequence[int], of_documents: Sequence[int | None], lengths: Sequence[int]) -> Tensor:
     """`SharedPrompts.documents`: where the tokens of each whole document lie, [sum of lengths]."""
     prompt_starts = [0, *accumulate(prompts)]
-    start, starts, sizes = prompt_starts[-1], [], []
+    start = prompt_starts[-1]
+    starts = []
+    sizes = []
     for prompt, length in zip(of_documents, lengths, strict=True):
         before = 0 if prompt is None else prompts[prompt]
         starts += [0 if prompt is None else prompt_starts[prompt], start]
@@ -364,7 +366,8 @@ def cut_at_targets(batch: Ragged, start_token: int) -> Seq2Seq:
 
     The weight stays; no prompt of the batch is shared, and none is empty.
     """
-    sources, targets = list[list[int]](), list[list[int]]()
+    sources = list[list[int]]()
+    targets = list[list[int]]()
     counts = torch.bincount(batch.target_rows, minlength=len(batch.lengths)).tolist()
     for document, count in zip(batch.tokens.split(list(batch.lengths)), counts, strict=True):
         prompt, response = document.split([len(document) - count, count])
@@ -383,11 +386,16 @@ def with_virtual_tokens(batch: Ragged, count: int | Sequence[int]) -> tuple[Ragg
     Returns:
         The longer documents; the indices of their own tokens, [N]; those of the virtual ones, document by document.
     """
-    shared, device, pieces = batch.shared, batch.tokens.device, batch.pieces
+    shared = batch.shared
+    device = batch.tokens.device
+    pieces = batch.pieces
     counts = [count] * len(batch.lengths) if isinstance(count, int) else list(count)
     lengths = tuple(length + more for length, more in zip(batch.lengths, counts, strict=True))
-    added, places = counts, [0] * len(pieces)  # of each piece: its virtual tokens, the position of its first token
-    prompts, most = 0, counts[0]
+    # of each piece: its virtual tokens, the position of its first token
+    added = counts
+    places = [0] * len(pieces)
+    prompts = 0
+    most = counts[0]
     if shared is not None:
         if len(set(counts)) > 1:
             raise ValueError(

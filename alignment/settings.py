@@ -140,7 +140,8 @@ def _out_of_range(settings: Settings) -> Iterator[tuple[str, str]]:
 @functools.cache
 def _limited_fields(cls: type) -> list[tuple[str, list[tuple[str, float]], list[str]]]:
     """Name, bounds and options of each field whose type has some; a field that takes any text has no options."""
-    hints, found = get_type_hints(cls, include_extras=True), []
+    hints = get_type_hints(cls, include_extras=True)
+    found = []
     for each in fields(cast(Any, cls)):
         parts = list(_parts(hints[each.name]))
         limits = [part for part in parts if isinstance(part, (Gt, Ge, Lt, Le, Interval))]
@@ -179,7 +180,8 @@ class _Reader:
         return type(self._settings)
 
     def __getattr__(self, name: str) -> Any:
-        settings, cls = self._settings, type(self._settings)
+        settings = self._settings
+        cls = type(self._settings)
         in_class = getattr(cls, name, None)
         if isinstance(in_class, property):
             return cast(Any, in_class.fget)(self)
@@ -214,7 +216,8 @@ def search_names(pattern: str, names: Sequence[str], setting: str) -> list[str]:
     Raises:
         UserError: the pattern takes too long; `setting` is its config key and the pattern as the user wrote them.
     """
-    compiled, end = compile_pattern(pattern), time.monotonic() + PATTERN_SECONDS
+    compiled = compile_pattern(pattern)
+    end = time.monotonic() + PATTERN_SECONDS
     try:
         return [name for name in names if compiled.search(name, timeout=max(end - time.monotonic(), 1e-3))]
     except TimeoutError as error:

@@ -15,7 +15,24 @@ from alignment.adapters.files import is_adapter, is_scalar_adapter, read_base, r
 from alignment.adapters.specs import AdapterSpec, BottleneckSpec, DoRASpec, IA3Spec, LoRASpec, PrefixSpec, PromptSpec
 
 __all__ = [
-    "AdapterSpec", "BottleneckSpec", "DoRASpec", "IA3Spec", "LoRASpec", "PrefixSpec", "PromptSpec", "adapter_state",
-    "attach", "check_adapters", "disabled", "is_adapter", "is_scalar_adapter", "load_adapter", "load_adapters",
-    "merge_adapter", "read_base", "read_revision", "read_spec", "save_adapter",
-]  # fmt: skip
+    "AdapterSpec",
+    "BottleneckSpec",
+    "DoRASpec",
+    "IA3Spec",
+    "LoRASpec",
+    "PrefixSpec",
+    "PromptSpec",
+    "adapter_state",
+    "attach",
+    "check_adapters",
+    "disabled",
+    "is_adapter",
+    "is_scalar_adapter",
+    "load_adapter",
+    "load_adapters",
+    "merge_adapter",
+    "read_base",
+    "read_revision",
+    "read_spec",
+    "save_adapter",
+]

@@ -43,10 +43,16 @@ if TYPE_CHECKING:
 
 Loaded = TypeVar("Loaded", bound=NativeModel | ExternalModel)
 Kind = LoRAKind | IA3Kind | PrefixKind | PromptKind | BottleneckKind
-_lora, _ia3 = LoRAKind(), IA3Kind()
+_lora = LoRAKind()
+_ia3 = IA3Kind()
 KINDS: dict[str, Kind] = {
-    "lora": _lora, "dora": _lora, "ia3": _ia3, "prefix": PrefixKind(), "prompt": PromptKind(), "bottleneck": BottleneckKind(),
-}  # fmt: skip
+    "lora": _lora,
+    "dora": _lora,
+    "ia3": _ia3,
+    "prefix": PrefixKind(),
+    "prompt": PromptKind(),
+    "bottleneck": BottleneckKind(),
+}
 TASK_TYPES = {  # peft's; it has none for masked language models, but this one runs them
     "SEQ_2_SEQ_LM": (Seq2SeqModel, ExternalSeq2SeqModel),
     "SEQ_CLS": (ScalarModel, ExternalScalarModel, SequenceClassifier),
@@ -65,7 +71,8 @@ def attach(model: Loaded, spec: AdapterSpec, *, tokenizer: Tokenizer | None = No
 
     A soft prompt that starts from a text needs the model's tokenizer.
     """
-    kind, options = KINDS[spec.kind], {"tokenizer": tokenizer} if isinstance(spec, PromptSpec) else {}
+    kind = KINDS[spec.kind]
+    options = {"tokenizer": tokenizer} if isinstance(spec, PromptSpec) else {}
     kind.attach(model, spec, **options)  # pyright: ignore[reportArgumentType, reportCallIssue]
     if isinstance(model, ScalarModel | ExternalScalarModel):
         model.head.requires_grad_(True)
@@ -118,7 +125,8 @@ def read_spec(directory: Path) -> AdapterSpec:
 def adapter_state(model: AnyModel, state: State | None = None) -> State:
     """The adapter's weights by our names, with the score head of a scalar model; `state` is whole where the model is sharded."""
     whole: State = model.state_dict() if state is None else state
-    kinds, head = kinds_attached(model), _head_name(model)
+    kinds = kinds_attached(model)
+    head = _head_name(model)
     return {name: value for name, value in whole.items() if name == head or any(kind.holds(name) for kind in kinds)}
 
 
@@ -181,7 +189,8 @@ def load_adapter(
         raise UserError(f"{directory}: no {WEIGHTS}; only safetensors adapters are read")
     if is_scalar_adapter(directory) and hasattr(model, "new_cache"):
         raise UserError(f"{directory}: {NO_LANGUAGE_MODEL}")
-    spec, tensors = read_spec(directory), read_safetensors(directory / WEIGHTS)
+    spec = read_spec(directory)
+    tensors = read_safetensors(directory / WEIGHTS)
     kind = KINDS[spec.kind]
     try:
         if isinstance(kind, InjectedKind):
@@ -270,7 +279,8 @@ def check_adapters(directories: Mapping[str, str | Path]) -> None:
 
 def _not_by_document(name: str, directory: Path) -> Iterator[str]:
     """Reasons why an adapter cannot act on single documents of a batch."""
-    spec, tensors = read_spec(directory), read_safetensors(directory / WEIGHTS)
+    spec = read_spec(directory)
+    tensors = read_safetensors(directory / WEIGHTS)
     if not isinstance(spec, LoRASpec | PrefixSpec | PromptSpec):
         yield (
             f"adapters.{name}: {directory} is {spec.kind}, and only lora, prefix and prompt act on single documents of a "

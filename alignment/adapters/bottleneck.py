@@ -47,12 +47,14 @@ class Bottleneck(nn.Module):
     def __init__(self, spec: BottleneckSpec, width: int):
         super().__init__()
         inner = spec.inner_width(width)
-        self.down, self.up = nn.Linear(width, inner), nn.Linear(inner, width)
+        self.down = nn.Linear(width, inner)
+        self.up = nn.Linear(inner, width)
         nn.init.normal_(self.down.weight, std=INIT_STD)
         for zeros in (self.down.bias, self.up.weight, self.up.bias):
             nn.init.zeros_(zeros)
         self.dropout = nn.Dropout(spec.dropout) if spec.dropout else nn.Identity()
-        self.spec, self.enabled = spec, True
+        self.spec = spec
+        self.enabled = True
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., D] -> [..., D]."""

@@ -30,12 +30,22 @@ from alignment.models.transformer import Transformer
 from alignment.settings import search_names
 
 DEFAULT = "default"  # peft's name of the one adapter that is trained
-ROWS, COPY = "token_rows.rows", f".modules_to_save.{DEFAULT}."
+ROWS = "token_rows.rows"
+COPY = f".modules_to_save.{DEFAULT}."
 ROWS_IN_FILE = ".token_adapter.trainable_tokens_delta"
 OPTIONS = {  # of peft's config, for every kind
-    "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
-    "target_modules", "exclude_modules", "modules_to_save", "fan_in_fan_out",
-}  # fmt: skip
+    "peft_type",
+    "task_type",
+    "auto_mapping",
+    "peft_version",
+    "base_model_name_or_path",
+    "revision",
+    "inference_mode",
+    "target_modules",
+    "exclude_modules",
+    "modules_to_save",
+    "fan_in_fan_out",
+}
 
 Change = tuple[object, str, object]  # an object, the name of its attribute, a value
 State = dict[str, Tensor]
@@ -94,7 +104,8 @@ def _replace_logits(rows: TokenRows, head: nn.Module, args: tuple[Tensor, ...], 
     """Logits [..., V] where the trained rows give the logits of their tokens: a hook of a tied head."""
     if not rows.enabled:
         return logits
-    x, bias = args[0], getattr(head, "bias", None)
+    x = args[0]
+    bias = getattr(head, "bias", None)
     ours = head if isinstance(head, LanguageHead) else None
     if ours is not None:
         x = (x if ours.transform is None else ours.transform(x)) * ours.spec.scale
@@ -290,7 +301,8 @@ def extras_to_file(model: nn.Module, state: State) -> tuple[State, dict[str, obj
     """
     names = ["score"] if isinstance(model, ScalarModel | ExternalScalarModel) else []
     copies = {name.replace(COPY, "."): value.cpu() for name, value in state.items() if COPY in name}
-    tensors, options = State(), dict[str, object]()
+    tensors = State()
+    options = dict[str, object]()
     if copies:
         locations = _locations(cast(AnyModel, model))
         tensors = {f"{BEFORE}{name}": value for name, value in to_hf(copies, locations).items()}
@@ -406,7 +418,9 @@ class AdapterKind:
         unmergeable: why it cannot be put into the weights.
     """
 
-    peft_type, before_head, unmergeable = "", BEFORE, ""
+    peft_type = ""
+    before_head = BEFORE
+    unmergeable = ""
 
     def own_settings(self, model: nn.Module, state: State) -> dict[str, object]:
         """The settings that peft's config does not hold."""
@@ -437,7 +451,8 @@ class InjectedKind(AdapterKind):
 
         peft's own switch also changes requires_grad, which sharded optimizers must not see.
         """
-        rows, modules = token_rows(model), [*wrappers(model).values(), *self.layers(model).values()]
+        rows = token_rows(model)
+        modules = [*wrappers(model).values(), *self.layers(model).values()]
         off: list[Change] = [] if rows is None else [(rows, "enabled", False)]
         return off + [(each, "_disable_adapters", True) for each in modules]
 
@@ -490,7 +505,8 @@ class InjectedKind(AdapterKind):
 
     def file_parts(self, model: nn.Module) -> Iterator[tuple[FileLayer, list[int]]]:
         """The layers of a Hugging Face file of which a part has an adapter, and the outputs of each of their parts."""
-        adapted, linear = self.layers(model), linear_layers(model)
+        adapted = self.layers(model)
+        linear = linear_layers(model)
         for layer in file_layers(model):
             if adapted.keys() & set(layer.layers):
                 yield layer, [layer_sizes(linear[name])[1] for name in layer.layers]

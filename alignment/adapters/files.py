@@ -12,7 +12,8 @@ from alignment.models.safetensors_files import read_safetensors
 
 Spec = TypeVar("Spec")
 
-WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
 MEMBERS = "ensemble.json"
 SPEC = "alignment_adapter.json"  # our own settings, in files that we write
 BASE = "base"  # in SPEC: the base model's directory relative to the adapter's

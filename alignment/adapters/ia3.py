@@ -42,7 +42,8 @@ from alignment.models.huggingface.weight_map import cut_rows, fuse_rows
 class IA3Kind(InjectedKind):
     """(IA)^3."""
 
-    peft_type, weights = "IA3", ".ia3_l."
+    peft_type = "IA3"
+    weights = ".ia3_l."
     options = frozenset({"feedforward_modules", "init_ia3_weights"})
 
     def layers(self, model: nn.Module) -> dict[str, Any]:
@@ -54,7 +55,8 @@ class IA3Kind(InjectedKind):
     def attach(self, model: nn.Module, spec: IA3Spec) -> None:
         from peft import IA3Config, inject_adapter_in_model
 
-        layers, feedforward = spec.layers, spec.feedforward
+        layers = spec.layers
+        feedforward = spec.feedforward
         if isinstance(model, ExternalModel) and (layers, feedforward) == (IA3_OUTPUTS, IA3_INPUTS):
             layers, feedforward = _layers_of_peft(model)
         if feedforward == IA3_INPUTS and not matching(feedforward, names_in_file(model), "feedforward"):
@@ -70,7 +72,8 @@ class IA3Kind(InjectedKind):
 
     def put_into(self, model: nn.Module, state: State, plain: State) -> None:
         for name, layer in self.layers(model).items():
-            factors, weight = state[f"{name}.ia3_l.{DEFAULT}"].cpu(), plain[f"{name}.weight"].cpu()
+            factors = state[f"{name}.ia3_l.{DEFAULT}"].cpu()
+            weight = plain[f"{name}.weight"].cpu()
             plain[f"{name}.weight"] = (weight * factors).to(weight.dtype)
             if not layer.is_feedforward and f"{name}.bias" in plain:
                 plain[f"{name}.bias"] = plain[f"{name}.bias"].cpu() * factors[:, 0]
@@ -82,7 +85,8 @@ class IA3Kind(InjectedKind):
     def to_file(self, model: nn.Module, state: State) -> tuple[State, dict[str, Any]]:
         from peft import IA3Config
 
-        adapted, (tensors, options) = self.layers(model), extras_to_file(model, state)
+        adapted = self.layers(model)
+        tensors, options = extras_to_file(model, state)
         inputs = {name for name, layer in adapted.items() if layer.is_feedforward}
         layers = list(self.file_parts(model))
         for each, heights in layers:
@@ -107,7 +111,8 @@ class IA3Kind(InjectedKind):
                 _layers_of_file(tensors, file_layers(model)), modules_to_save=modules_of_file(directory, tensors)
             )
         self.attach(model, spec)
-        adapted, found = self.layers(model), dict[str, Tensor | None]()
+        adapted = self.layers(model)
+        found = dict[str, Tensor | None]()
         for layer, heights in self.file_parts(model):
             factors = tensors.pop(f"{BEFORE}{layer.file_name}.ia3_l", None)
             parts = [factors] * len(heights)

@@ -113,7 +113,8 @@ def matching(patterns: Names, names: Mapping[str, str], key: str) -> list[str]:
     found: set[str] = set()
     start = "" if isinstance(patterns, str) else r"(?:^|\.)"
     for text in (patterns,) if isinstance(patterns, str) else patterns:
-        pattern, who = rf"{start}(?:{text})$", f"adapter.{key} {text!r}"
+        pattern = rf"{start}(?:{text})$"
+        who = f"adapter.{key} {text!r}"
         ours = set(search_names(pattern, list(names), who))
         if not ours:
             in_file = set(search_names(pattern, list(filter(None, names.values())), who))

@@ -51,7 +51,8 @@ from alignment.settings import search_names
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
 
-START, INITIAL = "start", "initial"
+START = "start"
+INITIAL = "initial"
 UNCHANGED_BASE = (True, False, None, "gaussian", "orthogonal", "eva")  # other `init_lora_weights` change the base too
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -175,7 +176,9 @@ def _start_at_principal_vectors(layer: "LoraLayer", name: str) -> None:
     """
     from peft.utils.integrations import dequantize_module_weight
 
-    base, rank, scale = layer.get_base_layer(), layer.r[name], layer.scaling[name]
+    base = layer.get_base_layer()
+    rank = layer.r[name]
+    scale = layer.scaling[name]
     weight = dequantize_module_weight(base).float()
     if tuple(weight.shape) != (layer.out_features, layer.in_features) or getattr(layer, "fan_in_fan_out", False):
         weight = weight.T  # transformers' Conv1D
@@ -240,9 +243,11 @@ def spec_of(model: nn.Module, updates: Mapping[str, LowRankUpdate]) -> LoRASpec 
     """The settings of a model's LoRA, with the full name of every layer; of several LoRAs as one where there are more."""
     layers = lora_layers(model)
     first = DEFAULT if any(DEFAULT in layer.lora_A for layer in layers.values()) else START
-    one, rows = next(layer for layer in layers.values() if first in layer.lora_A), token_rows(model)
+    one = next(layer for layer in layers.values() if first in layer.lora_A)
+    rows = token_rows(model)
     stabilized = one.use_rslora[first]
-    ranks, alphas = {}, {}
+    ranks = {}
+    alphas = {}
     for name, layer in layers.items():
         each = first if first in layer.lora_A else next(iter(layer.lora_A))
         rank = len(updates[name].down)
@@ -273,11 +278,23 @@ def spec_of(model: nn.Module, updates: Mapping[str, LowRankUpdate]) -> LoRASpec 
 class LoRAKind(InjectedKind):
     """LoRA and DoRA, which for peft is an option of LoRA."""
 
-    peft_type, weights = "LORA", ".lora_"
-    options = frozenset({
-        "r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "layers_to_transform", "layers_pattern",
-        "rank_pattern", "alpha_pattern", "trainable_token_indices", "ensure_weight_tying",
-    })  # fmt: skip
+    peft_type = "LORA"
+    weights = ".lora_"
+    options = frozenset(
+        {
+            "r",
+            "lora_alpha",
+            "lora_dropout",
+            "use_rslora",
+            "use_dora",
+            "layers_to_transform",
+            "layers_pattern",
+            "rank_pattern",
+            "alpha_pattern",
+            "trainable_token_indices",
+            "ensure_weight_tying",
+        }
+    )
 
     def layers(self, model: nn.Module) -> "dict[str, LoraLayer]":
         return lora_layers(model)
@@ -304,11 +321,16 @@ class LoRAKind(InjectedKind):
     def to_file(self, model: nn.Module, state: State) -> tuple[State, dict[str, Any]]:
         from peft import LoraConfig
 
-        updates, (tensors, options) = lora_updates(model, state), extras_to_file(model, state)
-        spec, parts, ranks, alphas = spec_of(model, updates), list(self.file_parts(model)), {}, {}
+        updates = lora_updates(model, state)
+        tensors, options = extras_to_file(model, state)
+        spec = spec_of(model, updates)
+        parts = list(self.file_parts(model))
+        ranks = {}
+        alphas = {}
         for layer, heights in parts:
             fused = _fused([updates.get(name) for name in layer.layers], heights, layer.groups)
-            here, rank = f"{BEFORE}{layer.file_name}", len(fused.down)
+            here = f"{BEFORE}{layer.file_name}"
+            rank = len(fused.down)
             tensors |= {f"{here}.lora_A.weight": fused.down, f"{here}.lora_B.weight": fused.up}
             if fused.magnitude is not None:
                 tensors[f"{here}.lora_magnitude_vector"] = fused.magnitude
@@ -396,7 +418,8 @@ def _cut(
     A `block_diagonal` update of a fused matrix consists of one block per layer; else its layers share one lora_A.
     """
     here = f"{BEFORE}{layer.file_name}."
-    down, up = tensors.pop(f"{here}lora_A.weight", None), tensors.pop(f"{here}lora_B.weight", None)
+    down = tensors.pop(f"{here}lora_A.weight", None)
+    up = tensors.pop(f"{here}lora_B.weight", None)
     magnitudes = [tensors.pop(f"{here}lora_magnitude_vector{end}", None) for end in ("", ".weight")]
     magnitude = next((each for each in magnitudes if each is not None), None)
     for leaf, tensor in (("lora_B", up), ("lora_magnitude_vector", magnitude)):
@@ -408,7 +431,8 @@ def _cut(
     ups = none if up is None else cut_rows(up, heights, layer.groups)
     lengths = none if magnitude is None else cut_rows(magnitude, heights, layer.groups)
     found: dict[str, Tensor | None] = {}
-    before, scale = 0, 0.0  # columns of lora_B that belong to earlier layers
+    before = 0  # columns of lora_B that belong to earlier layers
+    scale = 0.0
     for name, rows, length in zip(layer.layers, ups, lengths, strict=True):
         if name not in adapted:
             continue
@@ -427,7 +451,8 @@ def _cut(
 
 def _with_layers_of_file(spec: LowRankSpec, tensors: State, in_file: list[FileLayer]) -> LowRankSpec:
     """The settings with exactly the layers, ranks and scales of a file that another program wrote."""
-    ranks, alphas = {}, {}
+    ranks = {}
+    alphas = {}
     for layer in in_file:
         down = tensors.get(f"{BEFORE}{layer.file_name}.lora_A.weight")
         if down is not None:

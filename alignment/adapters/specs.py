@@ -11,7 +11,8 @@ from alignment.settings import NonNegativeInt, PositiveFloat, Rule, Settings, co
 MAX_SIZE = 65_536  # a larger rank or prefix is a typing error and would need terabytes
 # Every expert of a mixture, but not its router.
 EVERY_LINEAR = r"(attention|cross)\.(query|key|value|output)|feedforward\.(experts\.\d+\.)?(gate|up|down)"
-IA3_OUTPUTS, IA3_INPUTS = r"(attention|cross)\.(key|value)", r"feedforward\.down"
+IA3_OUTPUTS = r"(attention|cross)\.(key|value)"
+IA3_INPUTS = r"feedforward\.down"
 
 Size = Annotated[int, Interval(ge=1, le=MAX_SIZE)]
 Dropout = Annotated[float, Interval(ge=0, lt=1)]
@@ -61,9 +62,11 @@ class LowRankSpec(Settings):
     RULES = (
         *_patterns("layers", "rank_pattern", "alpha_pattern"),
         Rule(
-            "token_rows", lambda c: len(set(c.token_rows)) < len(c.token_rows), "must be different tokens, got {self.token_rows}"
+            "token_rows",
+            lambda c: len(set(c.token_rows)) < len(c.token_rows),
+            "must be different tokens, got {self.token_rows}",
         ),
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True)
@@ -88,9 +91,7 @@ class DoRASpec(LowRankSpec):
 
     kind: Literal["dora"] = "dora"
 
-    RULES = (
-        Rule("init", lambda c: c.init == "pissa", "pissa is not there for dora; use kind: lora, or leave it out"),
-    )  # fmt: skip
+    RULES = (Rule("init", lambda c: c.init == "pissa", "pissa is not there for dora; use kind: lora, or leave it out"),)
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,8 @@ class SoftPrompt(nn.Module):
 
     def __init__(self, spec: PrefixSpec | PromptSpec, width: int):
         super().__init__()
-        self.spec, self.embedding = spec, nn.Embedding(spec.tokens, width)
+        self.spec = spec
+        self.embedding = nn.Embedding(spec.tokens, width)
         self.register_buffer("tokens", torch.arange(spec.tokens), persistent=False)
 
     def forward(self) -> Tensor:
@@ -52,7 +53,9 @@ class PrefixAdapter(SoftPrompt):
     """
 
     def __init__(self, spec: PrefixSpec, layers: int, heads: int, head_dim: int):
-        width, of_all_layers, inner = heads * head_dim, 2 * layers * heads * head_dim, spec.projection_width
+        width = heads * head_dim
+        of_all_layers = 2 * layers * heads * head_dim
+        inner = spec.projection_width
         super().__init__(spec, width if inner else of_all_layers)
         self.shape = (layers, 2, heads, head_dim)
         self.project = nn.Identity()
@@ -114,7 +117,9 @@ class PrefixKind(VirtualTokensKind):
     have twice as many slots as layers there, the odd ones of zeros, so that every layer has a slot of its own.
     """
 
-    peft_type, spec, attribute = "PREFIX_TUNING", PrefixSpec, "prefix"
+    peft_type = "PREFIX_TUNING"
+    spec = PrefixSpec
+    attribute = "prefix"
 
     def attach(self, model: AnyModel, spec: PrefixSpec | PromptSpec) -> None:
         assert isinstance(spec, PrefixSpec)
@@ -153,7 +158,8 @@ class PrefixKind(VirtualTokensKind):
         if not _is_encoder_decoder(model):
             return vectors
         layers, heads, head_dim = prefix_dimensions(model)
-        width, submodules = 2 * heads * head_dim, read_json_object(directory / CONFIG).get("num_transformer_submodules")
+        width = 2 * heads * head_dim
+        submodules = read_json_object(directory / CONFIG).get("num_transformer_submodules")
         slots = vectors.shape[-1] // width
         if submodules != 2 or vectors.shape[-1] != slots * width or slots < layers:
             raise UserError(
@@ -212,10 +218,13 @@ def _is_encoder_decoder(model: AnyModel) -> bool:
 class PromptKind(VirtualTokensKind):
     """Prompt tuning."""
 
-    peft_type, spec, attribute = "PROMPT_TUNING", PromptSpec, "soft_prompt"
+    peft_type = "PROMPT_TUNING"
+    spec = PromptSpec
+    attribute = "soft_prompt"
 
     def attach(self, model: AnyModel, spec: PrefixSpec | PromptSpec, tokenizer: Tokenizer | None = None) -> None:
-        device, text = next(model.parameters()).device, getattr(spec, "init_text", None)
+        device = next(model.parameters()).device
+        text = getattr(spec, "init_text", None)
         prompt = SoftPrompt(spec, _vector_width(model)).to(device)
         if text is not None and not prompt.embedding.weight.is_meta:  # sizes alone are wanted there
             if tokenizer is None:

@@ -52,7 +52,8 @@ from alignment.settings import (
 Written = Literal["demonstrations", "comparisons"]
 BATCHES = 16  # full batches of responses that are sampled before they are scored
 # Columns of a prompt that would be read otherwise beside a response: of dialogues, and of another response.
-NOT_OF_TEXTS, OTHER_COLUMNS = {"system", "tools"}, {"history", "label", "kto_tag", "margin"}
+NOT_OF_TEXTS = {"system", "tools"}
+OTHER_COLUMNS = {"history", "label", "kto_tag", "margin"}
 
 
 @dataclass(frozen=True)
@@ -144,12 +145,16 @@ class BestOfNConfig(Settings):
         """The rewards as a list; a single one is not normalized, which would only move the threshold."""
         rewards = self.rewards
         if self.reward_model is not None:
-            combine, std_coef = self.reward_combine, self.reward_std_coef
+            combine = self.reward_combine
+            std_coef = self.reward_std_coef
             rewards = [RewardSpec(self.reward_model, reward_combine=combine, reward_std_coef=std_coef)]
         return RewardSource(
-            reward_model=None, rewards=unnormalized_if_single(rewards), data=self.data,
-            max_new_tokens=self.max_new_tokens, micro_batch_tokens=self.micro_batch_tokens,
-        )  # fmt: skip
+            reward_model=None,
+            rewards=unnormalized_if_single(rewards),
+            data=self.data,
+            max_new_tokens=self.max_new_tokens,
+            micro_batch_tokens=self.micro_batch_tokens,
+        )
 
 
 class ScoredResponses(NamedTuple):
@@ -217,7 +222,8 @@ def run(config: BestOfNConfig) -> Path:
 
 def load_rewards(config: BestOfNConfig, prompts: Rows, tokenizer: Tokenizer) -> Rewards:
     """The rewards, each of whose models can read all prompts."""
-    source, bases = config.source, SharedWeights(config.weights, shared=False)
+    source = config.source
+    bases = SharedWeights(config.weights, shared=False)
     texts = source.prepare(prompts)
     rewards = source.score_function(tokenizer, texts, source.load(prompts, tokenizer, bases, best_device()))
     assert isinstance(rewards, Rewards)
@@ -229,19 +235,28 @@ def sample_and_score(
     config: BestOfNConfig, policy: Model, tokenizer: Tokenizer, prompts: Rows, rewards: Rewards
 ) -> ScoredResponses:
     """Responses to all prompts with their scores; response k to prompt i has row number i * n + k, as in PPO."""
-    n, stop_ids = config.responses_per_prompt, sorted(stop_token_ids(tokenizer))
+    n = config.responses_per_prompt
+    stop_ids = sorted(stop_token_ids(tokenizer))
     sampling = SamplingConfig(
         config.max_new_tokens, config.temperature, config.top_k, config.top_p, config.seed, min_p=config.min_p
     )
     rows = [row for row in prompts for _ in range(n)]
     at_once = n * max(1, BATCHES * config.batch_size // n)
-    texts, lengths, ended, given = [], [], [], []
+    texts = []
+    lengths = []
+    ended = []
+    given = []
     for start in range(0, len(rows), at_once):
         some = rows[start : start + at_once]
         sampled = decode_responses(
-            policy, [list(row.ids) for row in some], sampling, stop_ids,
-            rows=range(start, start + len(some)), batch_size=config.batch_size, vocabulary=known_tokens(tokenizer),
-        )  # fmt: skip
+            policy,
+            [list(row.ids) for row in some],
+            sampling,
+            stop_ids,
+            rows=range(start, start + len(some)),
+            batch_size=config.batch_size,
+            vocabulary=known_tokens(tokenizer),
+        )
         given.append(rewards.part_scores(some, sampled.token_ids, sampled.ended))
         texts += [response_text(tokenizer, *pair) for pair in zip(sampled.token_ids, sampled.ended, strict=True)]
         lengths += map(len, sampled.token_ids)
@@ -255,7 +270,8 @@ def sample_and_score(
 
 def choose_responses(config: BestOfNConfig, samples: ScoredResponses) -> list[Choice]:
     """The choice among the responses to each prompt; those without text or end are left out."""
-    n, threshold = config.responses_per_prompt, config.threshold
+    n = config.responses_per_prompt
+    threshold = config.threshold
     if threshold is not None:  # scores have single precision, in which 0.7 is less
         threshold = torch.tensor(threshold, dtype=torch.float32).item()
     scores = [
@@ -271,9 +287,12 @@ def written_rows(
     prompts: Sequence[Example], samples: ScoredResponses, choices: Sequence[Choice]
 ) -> dict[Written, list[dict[str, object]]]:
     """Demonstrations and comparisons as rows of a file."""
-    n, demonstrations, comparisons = len(samples.texts) // len(choices), [], []
+    n = len(samples.texts) // len(choices)
+    demonstrations = []
+    comparisons = []
     for i, (prompt, choice) in enumerate(zip(prompts, choices, strict=True)):
-        texts, scores = samples.texts[i * n : (i + 1) * n], samples.scores[i * n : (i + 1) * n].tolist()
+        texts = samples.texts[i * n : (i + 1) * n]
+        scores = samples.scores[i * n : (i + 1) * n].tolist()
         if not isinstance(prompt.prompt, str):  # a response has the form of its prompt
             texts = [[Message(role="assistant", content=text)] for text in texts]
         columns = kept_columns(prompt, "demonstrations")
@@ -295,7 +314,8 @@ def kept_columns(prompt: Example, kind: Kind) -> dict[str, object]:
 
 def results_of(config: BestOfNConfig, samples: ScoredResponses, choices: Sequence[Choice]) -> dict[str, object]:
     """Counts, shares and mean scores, as `run` describes them."""
-    n, total = config.responses_per_prompt, len(samples.texts)
+    n = config.responses_per_prompt
+    total = len(samples.texts)
     scores = samples.scores.view(-1, n)
     kept = [float(group[k]) for group, choice in zip(scores, choices, strict=True) for k in choice.kept]
     judged = scores[~scores.isnan().any(1)].tolist()

@@ -130,7 +130,8 @@ def sample_and_distill(
 
 def update_student(state: DistillState, config: DistillConfig, rollout: Rollout, step: int) -> dict[str, float]:
     """Epochs of minibatch updates on the responses of all ranks; the mean of each metric over the updates."""
-    group, history = state.process_group, []
+    group = state.process_group
+    history = []
     columns = zip(rollout.numbers, rollout.prompts, rollout.responses, rollout.rows, strict=True)
     local = [
         (number, Example.answered(prompt, [response], row.row_id, row.source))
@@ -166,7 +167,8 @@ def build_distill_state(config: DistillConfig, data: RolloutData) -> DistillStat
     """Load student and teacher, and make the engine that trains."""
     if not same_vocabulary(data.tokenizer, load_tokenizer(config.teacher)):
         raise UserError(f"teacher: {config.teacher} has another tokenizer than {config.policy}; take one with the same")
-    metrics, bases = load_metrics(config.metrics), SharedWeights(config.weights, shared=shares_weights())
+    metrics = load_metrics(config.metrics)
+    bases = SharedWeights(config.weights, shared=shares_weights())
     start = load_start(config, data, bases)
     policy = policy_engine(start, config, data.iterations)
     teacher = load_frozen_model(config.teacher, bases, policy.process_group.device)

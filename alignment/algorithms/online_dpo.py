@@ -177,12 +177,15 @@ def sample_and_update(
 
 def build_online_state(config: OnlineDPOConfig, data: RolloutData, run: Run) -> OnlineDPOState:
     """Load policy, reference and judge, and make the engine that trains."""
-    metrics, prompts, tokenizer = load_metrics(config.metrics), data.prompts.rows, data.tokenizer
+    metrics = load_metrics(config.metrics)
+    prompts = data.prompts.rows
+    tokenizer = data.tokenizer
     if config.judge == "gold":
         require_hotel_prompts(prompts)
     judge = load_own(config.judge, "judge:") if ":" in config.judge else None
     source = source_of(config, rewards=unnormalized_if_single(config.rewards))
-    texts, bases = source.prepare(prompts), SharedWeights(config.weights, shared=shares_weights())
+    texts = source.prepare(prompts)
+    bases = SharedWeights(config.weights, shared=shares_weights())
     start = load_start(config, data, bases)
     policy = policy_engine(start, config, data.iterations)
     models = source.load(prompts, tokenizer, bases, policy.process_group.device)
@@ -225,7 +228,8 @@ def max_and_min(scores: Tensor, tie_margin: float = 0.0) -> tuple[Tensor, Tensor
     """The best and the worst of K responses to each prompt; among equal ones the first."""
     missing = scores.isnan()
     unjudged = (~missing).sum(1) < 2
-    high, low = scores.masked_fill(missing, -math.inf), scores.masked_fill(missing, math.inf)
+    high = scores.masked_fill(missing, -math.inf)
+    low = scores.masked_fill(missing, math.inf)
     tied = high.amax(1) - low.amin(1) <= tie_margin
     return high.argmax(1), low.argmin(1), tied & ~unjudged, unjudged
 
@@ -244,12 +248,14 @@ def make_pairs(
     compared = shaped - config.missing_end_penalty * rollout.score_deviation * (~rollout.ended).float()
     best, worst, tied, unjudged = max_and_min(compared.view(-1, count), config.tie_margin)
 
-    pairs, scores = [], []
+    pairs = []
+    scores = []
     for prompt, usable in enumerate((~tied & ~unjudged).tolist()):
         chosen, rejected = (prompt * count + int(side[prompt]) for side in (best, worst))
         if usable and rollout.responses[chosen] != rollout.responses[rejected]:
             lead = float(compared[chosen] - compared[rejected])
-            row, responses = rollout.rows[chosen], [rollout.responses[chosen], rollout.responses[rejected]]
+            row = rollout.rows[chosen]
+            responses = [rollout.responses[chosen], rollout.responses[rejected]]
             pair = Example.answered(rollout.prompts[chosen], responses, row.row_id, row.source, margin=lead)
             pairs.append((rollout.numbers[chosen], pair))
             scores.append([float(rollout.scores[chosen]), float(rollout.scores[rejected])])
@@ -346,7 +352,8 @@ def judged(
     """The judge's verdict on each comparison, for the response shown first."""
     if not shown:
         return {}
-    ones, others = [one for one, _ in shown], [other for _, other in shown]
+    ones = [one for one, _ in shown]
+    others = [other for _, other in shown]
     verdicts = list(judge([prompts[i] for i in ones], [texts[i] for i in ones], [texts[i] for i in others]))
     wrong = [verdict for verdict in verdicts if verdict is not None and not 0 <= verdict <= 1]
     if len(verdicts) != len(shown) or wrong:

@@ -91,7 +91,8 @@ def load_policy(
     Raises:
         UserError: the model is none of these, or its tokenizer has ids that the model has no row for.
     """
-    start, bases = open_checkpoint(source), bases or SharedWeights()
+    start = open_checkpoint(source)
+    bases = bases or SharedWeights()
     advice = f"a policy of this stage is a {' or an '.join(architectures)}; start from one"
     _refuse_unless(start, advice, architectures)
     reader = _Reader(load_language_model, bases.language_model, bases.weights)
@@ -112,12 +113,14 @@ def load_value_model(
     bases: SharedWeights | None = None,
 ) -> Policy:
     """Load a model with one number per token to train: a reward model or PPO's value model."""
-    start, bases = open_checkpoint(source), bases or SharedWeights()
+    start = open_checkpoint(source)
+    bases = bases or SharedWeights()
     of_reward = "a reward model is trained on a decoder's last token; start from a decoder"
     of_value = "a value model needs a value at every token; set value_model=policy"
     _refuse_unless(start, of_value if output is None else of_reward)
     if head is None and start.is_adapter and is_scalar_adapter(start.directory):  # the head is the adapter's
-        new_head, members = "zero", score_rows(start.directory)
+        new_head = "zero"
+        members = score_rows(start.directory)
     else:
         new_head = head
     reader = _Reader(
@@ -206,31 +209,40 @@ def _load_start(
     from alignment.adapters.attach import attach, load_adapter, merge_adapter, read_spec
 
     model: Any
-    device, attaches = start_device(adapter, reader.weights), adapter is not None
+    device = start_device(adapter, reader.weights)
+    attaches = adapter is not None
     base = revision = None
     if not start.is_adapter and adapter is None:
         model = reader.own(start.directory, device=start_device())
     elif not start.is_adapter:
-        model, (base, revision) = reader.frozen(start.directory, device=device), _name_and_revision(start)
+        model = reader.frozen(start.directory, device=device)
+        base, revision = _name_and_revision(start)
     else:
         from alignment.adapters.lora import can_stack, keep_as_start
 
-        earlier, read = read_spec(start.directory), partial(load_adapter, with_head=reader.with_head)
-        base, revision = read_base(start.directory), read_revision(start.directory)
+        earlier = read_spec(start.directory)
+        read = partial(load_adapter, with_head=reader.with_head)
+        base = read_base(start.directory)
+        revision = read_revision(start.directory)
         if isinstance(earlier, UNMERGEABLE):
             if adapter not in (None, earlier):
                 raise UserError(
                     f"{start.source}: ends in a {earlier.kind} adapter, which cannot lie under another one; leave `adapter` out"
                 )
             model = reader.frozen(start.base, device=start_device(earlier, reader.weights))
-            model, adapter, attaches = train_in_float32(read(model, start.directory)), earlier, False
+            model = train_in_float32(read(model, start.directory))
+            adapter = earlier
+            attaches = False
         elif adapter is None:
-            model, base, revision = merge_adapter(read(reader.own(start.base), start.directory)), None, None
+            model = merge_adapter(read(reader.own(start.base), start.directory))
+            base = None
+            revision = None
         elif can_stack(earlier, adapter):
             model = keep_as_start(read(reader.frozen(start.base, device=device), start.directory))
         else:
             model = merge_adapter(read(reader.own(start.base, dtype=None), start.directory))  # in the checkpoint's type
-            base, revision = _write_base(model, tokenizer, output), None
+            base = _write_base(model, tokenizer, output)
+            revision = None
             model = store_frozen(model, reader.weights)
     check_vocabulary(tokenizer, model.spec.vocabulary)
     if adapter is not None and attaches:
@@ -315,7 +327,8 @@ class Reference:
     """
 
     def __init__(self, engine: Engine, model: nn.Module | None):
-        self.model, self._engine = model, engine
+        self.model = model
+        self._engine = engine
 
     @overload
     def __call__(self, *, batch: Ragged | Seq2Seq, temperature: float = 1.0) -> LanguageOutput: ...
@@ -323,12 +336,14 @@ class Reference:
     def __call__(self, *, batch: Ragged | Seq2Seq, return_logits: Literal[True]) -> LogitsOutput: ...
     def __call__(self, *, batch: Ragged | Seq2Seq, **asked: float) -> LanguageOutput | LogitsOutput:
         backend = self._engine.backend
-        model, without_adapter = self.model, nullcontext()
+        model = self.model
+        without_adapter = nullcontext()
         if model is None:
             from alignment.adapters.attach import disabled
 
             assert isinstance(backend.unwrapped, NativeModel | ExternalModel)
-            model, without_adapter = self._engine.model, disabled(backend.unwrapped)
+            model = self._engine.model
+            without_adapter = disabled(backend.unwrapped)
         with torch.no_grad(), without_adapter, backend.autocast():
             return model(batch=batch, **asked)
 
@@ -437,7 +452,8 @@ def note_memory(run: Run, roles: Sequence[Role]) -> None:
             shapes = {name: tuple(parameter.shape) for name, parameter in trained.items()}
             optimizer = optimizer_bytes(shapes, role.engine.config, hidden=hidden_matrices(role.model))
             count = sum(parameter.numel() for parameter in trained.values())
-            gradients, optimizers = gradients + 4 * count, optimizers + optimizer
+            gradients = gradients + 4 * count
+            optimizers = optimizers + optimizer
             trains = (
                 f"trains {count:,} numbers: {written(4 * count)} of gradients, {written(optimizer)} of optimizer state"
             )

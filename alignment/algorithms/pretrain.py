@@ -374,14 +374,21 @@ def run(config: PretrainConfig) -> Path:
             check_documents(policy, collate(train), train + held_out)
         evaluate = None
         if held_out:
-            rows, tokens = fixed_seed_rows(held_out), config.training.tokens_per_forward
+            rows = fixed_seed_rows(held_out)
+            tokens = config.training.tokens_per_forward
             batches = collate(held_out)(rows, micro_batch_tokens=tokens)
             evaluate = partial(held_out_metrics, engine, batches, held_out_loss_fn)
         save = partial(save_policy, engine, policy, run.output, max_shard_size=config.training.max_shard_size)
         fit(
-            engine, EpochStream(stream), collate(train), loss_fn,
-            training=config.training, run=run, evaluate=evaluate, save=save,
-        )  # fmt: skip
+            engine,
+            EpochStream(stream),
+            collate(train),
+            loss_fn,
+            training=config.training,
+            run=run,
+            evaluate=evaluate,
+            save=save,
+        )
         return run.output / "model"
 
 
@@ -422,7 +429,8 @@ def find_tokenizer(config: PretrainConfig) -> Any:
 
 def find_models(config: PretrainConfig, tokenizer: Tokenizer) -> tuple[Policy, Any]:
     """The model to train, and the teacher or None."""
-    task, distillation = task_of(config.objective), config.distillation
+    task = task_of(config.objective)
+    distillation = config.distillation
     own = load_tokenizer(config.tokenizer or config.policy or "") if config.add_tokens else tokenizer
     if config.policy is None:
         settings = tokenizer_settings(tokenizer)
@@ -534,7 +542,8 @@ def span_loss_fn(
     def loss_fn(batch: SpanBatch) -> LossSum:
         output = model(batch=batch.ragged, boundaries=batch.boundaries)
         assert output.boundary_log_probs is not None  # the head was attached
-        masked, boundary = -output.log_probs.sum(), -output.boundary_log_probs.sum()
+        masked = -output.log_probs.sum()
+        boundary = -output.boundary_log_probs.sum()
         metrics = {"masked_loss": masked, "boundary_loss": boundary}
         means = sources.means(batch, masked_loss=-output.log_probs)
         return LossSum(masked + boundary_coef * boundary, metrics, means)

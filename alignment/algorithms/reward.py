@@ -158,7 +158,8 @@ class Objective:
     def preparation_for(self, source: str) -> Preparation:
         """The preparation of rows for a checkpoint; no weights are read."""
         start = Checkpoint(source)
-        architecture, tokenize = architecture_of(start), self.tokenize
+        architecture = architecture_of(start)
+        tokenize = self.tokenize
         if architecture != "decoder":
             if self.encode is None or is_external_type(read_config(start.base)):
                 names = [name for name, f in FAMILIES.items() if f.architecture != "decoder" and "scalar" in f.tasks]
@@ -215,9 +216,14 @@ def run(config: RewardConfig) -> Path:
         if config.ensemble is not None and config.ensemble.bootstrap:
             bootstrap = partial(bootstrap_counts, seed=config.training.seed, members=config.ensemble.members)
         loss_fn = objective_loss_fn(
-            engine.model, config.loss, center_coef=config.center_coef, theta=config.theta, bootstrap=bootstrap,
-            is_encoder=isinstance(reward_model.model, DocumentClassifier), sources=sources_of(config.data),
-        )  # fmt: skip
+            engine.model,
+            config.loss,
+            center_coef=config.center_coef,
+            theta=config.theta,
+            bootstrap=bootstrap,
+            is_encoder=isinstance(reward_model.model, DocumentClassifier),
+            sources=sources_of(config.data),
+        )
 
         model = reward_model.model
         networks = list(model.members) if isinstance(model, AdapterEnsemble) else [model]  # those that read a batch
@@ -227,7 +233,8 @@ def run(config: RewardConfig) -> Path:
         def save() -> Path:
             theta = config.theta if config.loss == "rao_kupper" else None
             measured = measure_reference(engine, reward_model, config.training, config.loss, references, theta=theta)
-            size, extra_files = config.training.max_shard_size, partial(write_reference, *measured)
+            size = config.training.max_shard_size
+            extra_files = partial(write_reference, *measured)
             return save_reward_model(engine, reward_model, run.output, max_shard_size=size, extra_files=extra_files)
 
         fit(engine, stream, collate, loss_fn, training=config.training, run=run, held_out=held_out, save=save)
@@ -313,7 +320,8 @@ def cost_of(loss: RewardLoss, scores: Tensor, batch: RaggedBatch, *, theta: floa
         cost = bradley_terry_loss(chosen, rejected, batch.margins)
         return cost + center_coef * center_penalty(chosen, rejected) if center_coef else cost
     assert isinstance(batch, RankedBatch)
-    (rows, mask), (ranks, _) = padded_groups(scores, batch), padded_groups(batch.ranks, batch)
+    rows, mask = padded_groups(scores, batch)
+    ranks, _ = padded_groups(batch.ranks, batch)
     if loss == "ranking":
         cost = ranking_loss(rows, ranks, mask=mask, margin=batch.margins)
     elif loss == "plackett_luce":
@@ -337,7 +345,8 @@ def score_metrics(scores: Tensor, batch: RaggedBatch) -> Measured:
         sums = preference_metrics(lead) | {"score": (chosen + rejected).sum() / 2}
         return Measured(sums, {}, (lead > 0).float() + (lead == 0).float() / 2)
     assert isinstance(batch, RankedBatch)
-    (rows, mask), (ranks, _) = padded_groups(scores, batch), padded_groups(batch.ranks, batch)
+    rows, mask = padded_groups(scores, batch)
+    ranks, _ = padded_groups(batch.ranks, batch)
     score = (rows.float().sum(1) / mask.sum(1)).sum()
     return Measured({"score": score}, ordered_pair_metrics(rows, ranks, mask), prompt_accuracy(rows, ranks, mask))
 

@@ -102,9 +102,13 @@ def _encoder_start(
     if adapter is not None and not isinstance(adapter, MergeableSpec):
         raise UserError(f"{source}: an encoder's reward model trains with lora, dora or ia3, not with {adapter.kind}")
     model = load_pretrained(
-        start.directory, "scalar", torch.float32 if adapter is None else None, start_device(adapter, weights),
-        new_head=True, config=score_labels(members),
-    )  # fmt: skip
+        start.directory,
+        "scalar",
+        torch.float32 if adapter is None else None,
+        start_device(adapter, weights),
+        new_head=True,
+        config=score_labels(members),
+    )
     check_vocabulary(tokenizer, model.spec.vocabulary)
     if adapter is not None:
         store_frozen(model, weights)

@@ -207,7 +207,8 @@ def prepare_training(
         if not isinstance(examples, StreamedRows):
             raise UserError(NO_STREAMING)
         check = partial(check_rows, model, max_length=config.data.max_length)  # each window, when it is read
-        size, seed = training.batch_size, training.seed
+        size = training.batch_size
+        seed = training.seed
         engine = Engine(model, config.optim, training, total_steps=training.steps(0))
         ranks = Ranks(engine.process_group.rank, engine.process_group.size, engine.process_group.gather_objects)
         streamed = StreamedOrder(examples, batch_size=size, seed=seed, ranks=ranks, check=check, note=run.note)

@@ -50,7 +50,8 @@ class RewardSource:
     def models(self) -> dict[str, RewardSpec]:
         """The entries that are reward models, by name; of the short form one, named reward_model."""
         if self.reward_model is not None:
-            combine, std_coef = self.reward_combine, self.reward_std_coef
+            combine = self.reward_combine
+            std_coef = self.reward_std_coef
             return {"reward_model": RewardSpec(self.reward_model, reward_combine=combine, reward_std_coef=std_coef)}
         named = zip(names_of(self.rewards), self.rewards, strict=True)
         return {name: spec for name, spec in named if spec.reward_model is not None}
@@ -59,7 +60,8 @@ class RewardSource:
         """Return the rewards that read texts, by name, before any network is loaded."""
         texts = prepare_rewards(self.rewards, prompts)
         for spec in self.models.values():
-            combine, source = spec.reward_combine, spec.reward_model or ""
+            combine = spec.reward_combine
+            source = spec.reward_model or ""
             if combine != "mean" and (found := member_count(find_directory(source))) == 1:
                 raise UserError(
                     f"{source}: reward_combine={combine} combines the members of an ensemble, and this reward model has "

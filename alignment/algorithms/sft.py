@@ -144,9 +144,14 @@ def run(config: SFTConfig) -> Path:
         preparation = preparation_for(config.policy, "demonstrations")
         train, held_out = read_split(config, "demonstrations", tokenizer, run, preparation=preparation)
         policy = load_policy(
-            config.policy, config.adapter, tokenizer, config.output,
-            bases=SharedWeights(config.weights), new_tokens=config.new_tokens, architectures=GENERATORS,
-        )  # fmt: skip
+            config.policy,
+            config.adapter,
+            tokenizer,
+            config.output,
+            bases=SharedWeights(config.weights),
+            new_tokens=config.new_tokens,
+            architectures=GENERATORS,
+        )
         check_rows(policy.model, train + held_out, config.data.max_length)
         if config.neftune_alpha is not None:
             add_embedding_noise(policy.model, config.neftune_alpha)
@@ -155,11 +160,16 @@ def run(config: SFTConfig) -> Path:
         note_memory(run, [Role("policy", engine.backend.unwrapped, engine)])
         note_balance(run, policy.model, added=True)
         fit(
-            engine, stream, collate_for(policy.model, collate_whole if config.loss_on == "all" else collate),
+            engine,
+            stream,
+            collate_for(policy.model, collate_whole if config.loss_on == "all" else collate),
             language_loss_fn(engine.model, sources_of(config.data), config.token_loss),
-            training=config.training, run=run, held_out=held_out, save=save,
+            training=config.training,
+            run=run,
+            held_out=held_out,
+            save=save,
             observe=config.samples and response_writer(config.samples, policy, engine, held_out or train, run),
-        )  # fmt: skip
+        )
         return run.output / "model"
 
 
@@ -202,9 +212,11 @@ def response_writer(
     Raises:
         UserError: a prompt and its response do not fit the model's positions.
     """
-    model, tokenizer = engine.backend.unwrapped, policy.tokenizer
+    model = engine.backend.unwrapped
+    tokenizer = policy.tokenizer
     chosen = [examples[number] for number in range(min(config.prompts, len(examples)))]
-    prompts, start = [prompt_of(example) for example in chosen], start_token_of(policy.model)
+    prompts = [prompt_of(example) for example in chosen]
+    start = start_token_of(policy.model)
     texts = [tokenizer.decode(ids, skip_special_tokens=False) for ids in prompts]
     lengths = [(each.row_id, len(ids) if start is None else 1) for each, ids in zip(chosen, prompts, strict=True)]
     check_lengths(model, lengths, "lower samples.max_new_tokens", config.max_new_tokens)

@@ -12,6 +12,16 @@ from alignment.analysis.saliency import write_saliency
 from alignment.models.operations import forward_operations
 
 __all__ = [
-    "EncoderDecoderMaps", "attention_maps", "encoder_decoder_attention_maps", "forward_operations", "gradient_times_input",
-    "integrated_gradients", "layer_states", "logit_lens", "write_attention", "write_lens", "write_probe", "write_saliency",
-]  # fmt: skip
+    "EncoderDecoderMaps",
+    "attention_maps",
+    "encoder_decoder_attention_maps",
+    "forward_operations",
+    "gradient_times_input",
+    "integrated_gradients",
+    "layer_states",
+    "logit_lens",
+    "write_attention",
+    "write_lens",
+    "write_probe",
+    "write_saliency",
+]

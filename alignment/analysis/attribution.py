@@ -12,7 +12,9 @@ from torch import Tensor
 
 Value = Callable[[Tensor], Tensor]  # vectors of S documents [S, T, E] -> a number of each, [S], with a gradient
 
-PIECES, POINTS = 4, 8  # of the path at the start, and points in each of its pieces
+# of the path at the start, and points in each of its pieces
+PIECES = 4
+POINTS = 8
 HALVED = 8  # a piece with more than this part of the error allowed in all is halved
 
 
@@ -56,11 +58,14 @@ def integrated_gradients(
     nodes, weights = np.polynomial.legendre.leggauss(POINTS)
     places = torch.tensor([0, *(nodes + 1) / 2, 1]).to(inputs)  # the ends tell the change of the value
     weights = torch.tensor([0, *weights / 2, 0]).to(inputs)
-    inputs, baseline = inputs.detach(), baseline.detach()
+    inputs = inputs.detach()
+    baseline = baseline.detach()
     with torch.no_grad():
         first, last = value(torch.stack([baseline, inputs])).tolist()
     allowed = tolerance * max(abs(last - first), 1e-3)  # below, rounding is larger
-    values, gradients, pieces = torch.zeros(len(inputs)).double(), 0, [(i / PIECES, 1 / PIECES) for i in range(PIECES)]
+    values = torch.zeros(len(inputs)).double()
+    gradients = 0
+    pieces = [(i / PIECES, 1 / PIECES) for i in range(PIECES)]
     while pieces:
         start, size = pieces.pop()
         path = (baseline + (start + size * places)[:, None, None] * (inputs - baseline)).requires_grad_()

@@ -54,7 +54,8 @@ def write_attention(
         targets: of an encoder-decoder, what its decoder reads for each text; none: what it writes itself, greedily, up to
             32 tokens.
     """
-    loaded, tokenizer = load_any(model), load_tokenizer(model)
+    loaded = load_any(model)
+    tokenizer = load_tokenizer(model)
     check_vocabulary(tokenizer, loaded.spec.vocabulary)
     documents = encoded(tokenizer, texts, "--text")
     start = start_token_of(loaded)
@@ -67,23 +68,26 @@ def write_attention(
         if start is None:
             kinds = [("Self-attention", read, read, attention_maps(loaded, source))]
         else:
-            maps, written = encoder_decoder_attention_maps(loaded, source, decoded[i]), shown(tokenizer, decoded[i])
+            maps = encoder_decoder_attention_maps(loaded, source, decoded[i])
+            written = shown(tokenizer, decoded[i])
             kinds = [
                 ("Encoder: self-attention", read, read, maps.encoder),
                 ("Decoder: self-attention", written, written, maps.decoder),
                 ("Decoder on encoder: cross-attention", written, read, maps.cross),
             ]
-        found.append([
-            {
-                "title": title,
-                "rows": rows,  # tokens that look, as shown
-                "columns": columns,  # tokens that are looked at
-                "layers": head_maps(title, weights, layers),
-                # pixels of one weight when enlarged: fewer in long documents, never too few for a token's letters
-                "cell": max(13, min(26, 900 // len(columns))),
-            }
-            for title, rows, columns, weights in kinds
-        ])  # fmt: skip
+        found.append(
+            [
+                {
+                    "title": title,
+                    "rows": rows,  # tokens that look, as shown
+                    "columns": columns,  # tokens that are looked at
+                    "layers": head_maps(title, weights, layers),
+                    # pixels of one weight when enlarged: fewer in long documents, never too few for a token's letters
+                    "cell": max(13, min(26, 900 // len(columns))),
+                }
+                for title, rows, columns, weights in kinds
+            ]
+        )
     script = (TEMPLATES / "attention.js").read_text(encoding="utf-8")
     return render_page(
         Path(output),

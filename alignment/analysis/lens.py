@@ -46,9 +46,11 @@ def _native_states(model: NativeModel, batch: Ragged) -> list[Tensor]:
 
 
 def _external_states(model: ExternalModel, batch: Ragged) -> list[Tensor]:
-    inner, virtual = model.inner.base_model, model.active_virtual_tokens()
+    inner = model.inner.base_model
+    virtual = model.active_virtual_tokens()
     if model.inner.config.is_encoder_decoder:
-        inner, virtual = model.inner.get_encoder(), virtual._replace(prefix=None)
+        inner = model.inner.get_encoder()
+        virtual = virtual._replace(prefix=None)
 
     def forward(rows: PaddedRows, columns: Tensor | None) -> Tensor:
         states = getattr(run_padded(inner, virtual, rows, output_hidden_states=True), "hidden_states", None)
@@ -131,14 +133,19 @@ def write_lens(model: str, texts: Sequence[str], output: str | Path, *, top: int
         top: tokens told per layer and position.
     """
     numbers_of(Path(output))
-    loaded, tokenizer = load_model(model), load_tokenizer(model)
+    loaded = load_model(model)
+    tokenizer = load_tokenizer(model)
     check_vocabulary(tokenizer, loaded.spec.vocabulary)
     found = []
     for text, ids in zip(texts, encoded(tokenizer, texts, "--text"), strict=True):
         lens = logit_lens(loaded, ids, top)
-        found.append({
-            "text": text, "tokens": shown(tokenizer, ids),
-            "best": [[shown(tokenizer, best) for best in layer] for layer in lens.tokens.tolist()],
-            "probabilities": lens.probabilities.tolist(), "kl": lens.kl.tolist(),
-        })  # fmt: skip
+        found.append(
+            {
+                "text": text,
+                "tokens": shown(tokenizer, ids),
+                "best": [[shown(tokenizer, best) for best in layer] for layer in lens.tokens.tolist()],
+                "probabilities": lens.probabilities.tolist(),
+                "kl": lens.kl.tolist(),
+            }
+        )
     return write_texts(output, "lens.html.jinja", model, found)

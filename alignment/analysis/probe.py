@@ -70,7 +70,8 @@ def read_probe_rows(model: Model, part: LabeledExamples, pooling: Pooling | None
     Raises:
         UserError: a text is longer than the model can read.
     """
-    examples, device = part.examples, next(model.parameters()).device
+    examples = part.examples
+    device = next(model.parameters()).device
     lengths = [len(one.documents[0]) for one in examples]
     check_lengths(model, [(one.row_id, n) for one, n in zip(examples, lengths, strict=True)], "lower data.max_length")
     found = []
@@ -127,7 +128,8 @@ def probe_outcomes(
 
     Source: probes: Alain and Bengio 2016, arXiv:1610.01644; ridge regression: Hoerl and Kennard 1970, Technometrics 12, 55-67.
     """
-    mean, deviation = states[0].mean(0, np.float64), states[0].std(0, np.float64)
+    mean = states[0].mean(0, np.float64)
+    deviation = states[0].std(0, np.float64)
     z, held_out = ((each - mean) / np.where(deviation > 0, deviation, 1.0) for each in states)
     indicators = np.eye(count)[classes[0]]
     bias = indicators.mean(0)
@@ -163,12 +165,14 @@ def probe_layers(
     for states in zip(fit.states, judged.states, strict=True):
         fitted, right = probe_outcomes(states, classes, count=count, ridge=ridge)
         _, control_right = probe_outcomes(states, control, count=count, ridge=ridge)
-        layers.append({
-            "accuracy": asdict(win_rate(right.tolist(), clusters=judged.texts)),
-            "control": asdict(win_rate(control_right.tolist(), clusters=judged.texts)),
-            "selectivity": accuracy_gain(right.tolist(), control_right.tolist(), clusters=judged.texts),
-            "fit": {"rate": float(fitted.mean())},
-        })  # fmt: skip
+        layers.append(
+            {
+                "accuracy": asdict(win_rate(right.tolist(), clusters=judged.texts)),
+                "control": asdict(win_rate(control_right.tolist(), clusters=judged.texts)),
+                "selectivity": accuracy_gain(right.tolist(), control_right.tolist(), clusters=judged.texts),
+                "fit": {"rate": float(fitted.mean())},
+            }
+        )
     majority, control_majority = (
         float((held_out == np.bincount(fitted).argmax()).mean()) for fitted, held_out in (classes, control)
     )
@@ -196,7 +200,8 @@ def write_probe(
         ridge: weight of the squared norm of the layer beside the mean squared error, on standardized states.
     """
     numbers = numbers_of(Path(output))
-    tokenizer, usual = load_tokenizer(model), "last" if architecture_of(model) == "decoder" else "mean"
+    tokenizer = load_tokenizer(model)
+    usual = "last" if architecture_of(model) == "decoder" else "mean"
     parts = prepare_parts(data, tokenizer, words=words)
     loaded = load_any(model).to(best_device())
     check_vocabulary(tokenizer, loaded.spec.vocabulary)
@@ -204,10 +209,20 @@ def write_probe(
     fit, judged = (read_probe_rows(loaded, part, read) for part in parts)
     names = list(parts[0].names.values())
     layers, baselines = probe_layers(fit, judged, count=len(names), ridge=ridge)
-    write_figures(numbers, {
-        "model": str(model), "words": words, "pooling": read, "ridge": ridge, "labels": names,
-        "rows": len(fit.classes), "held_out_rows": len(judged.classes), **baselines, "layers": layers,
-    })  # fmt: skip
+    write_figures(
+        numbers,
+        {
+            "model": str(model),
+            "words": words,
+            "pooling": read,
+            "ridge": ridge,
+            "labels": names,
+            "rows": len(fit.classes),
+            "held_out_rows": len(judged.classes),
+            **baselines,
+            "layers": layers,
+        },
+    )
     summary = (
         f"A linear layer on the frozen states of each layer, fitted on {len(fit.classes):,} "
         f"{'labeled words' if words else f'texts ({read} state)'} of {len(names)} classes and judged on "

@@ -88,8 +88,10 @@ def load_explained(source: str) -> Callable[[str | Messages, str | None], Explai
     The target is a continuation (None: the most probable token), a reward model's response (None: the prompt is the whole
     text) or a class (None: the most probable one).
     """
-    checkpoint, device = Checkpoint(source), best_device()
-    kind, is_single = architecture_of(checkpoint), member_count(checkpoint.directory) == 1
+    checkpoint = Checkpoint(source)
+    device = best_device()
+    kind = architecture_of(checkpoint)
+    is_single = member_count(checkpoint.directory) == 1
     config = read_config(checkpoint.directory) if is_single and not checkpoint.is_adapter else {}
     is_classifier = str((config.get("architectures") or [""])[0]).endswith("ForSequenceClassification")
     has_score = is_classifier and num_labels(config) == 1
@@ -128,7 +130,8 @@ def explained_score(reward_model: RewardModel, prompt: str | Messages, response:
     """A reward model's score of the prompt with a response, or of the prompt as the whole text."""
     if response is None and not isinstance(prompt, str):
         raise UserError("a reward model scores messages with a response: give --target")
-    calibration, network = reward_model.calibration, reward_model.model
+    calibration = reward_model.calibration
+    network = reward_model.model
     return Explained(
         "score",
         network,
@@ -173,10 +176,12 @@ def _one_segment(ids: list[int]) -> Encoded:
 def token_tables(model: nn.Module) -> list[nn.Module]:
     """The token tables of a model, or of the members of an ensemble; each once."""
     parts = [part for part in model.modules() if isinstance(part, Model)]
-    return list(dict.fromkeys(
-        part.inner.get_input_embeddings() if isinstance(part, ExternalModel) else part.get_submodule("trunk.embed")
-        for part in parts
-    ))  # fmt: skip
+    return list(
+        dict.fromkeys(
+            part.inner.get_input_embeddings() if isinstance(part, ExternalModel) else part.get_submodule("trunk.embed")
+            for part in parts
+        )
+    )
 
 
 def _with_vectors(vectors: Tensor, table: nn.Module, ids: object, output: Tensor) -> Tensor:
@@ -198,8 +203,11 @@ def explain_answer(
         baseline: "zero": vectors of zeros; else a token of the vocabulary, whose vector stands for every token.
         unit: of the parts left out; see `without_each`.
     """
-    document, tokenizer, table = explained.encode(prompt), explained.tokenizer, token_tables(explained.model)[0]
-    vocabulary, length = tokenizer.get_vocab(), len(document.ids)
+    document = explained.encode(prompt)
+    tokenizer = explained.tokenizer
+    table = token_tables(explained.model)[0]
+    vocabulary = tokenizer.get_vocab()
+    length = len(document.ids)
     if baseline != ZERO and baseline not in vocabulary:
         raise UserError(
             f"--baseline {baseline!r}: give {ZERO}, or a token of the vocabulary, such as the padding token"
@@ -218,22 +226,31 @@ def explain_answer(
         return [one if is_free else None for one, is_free in zip(values.tolist(), free, strict=True)]
 
     value_at = partial(explained.value_at, document)
-    found, parts = integrated_gradients(value_at, inputs, start), without_each(prompt, unit)
+    found = integrated_gradients(value_at, inputs, start)
+    parts = without_each(prompt, unit)
     left = explained.values([other for _, other in parts if len(parts) > 1])
     numbers = torch.tensor([[found.value, found.baseline_value, *found.values, *left]])
     check_numbers(numbers, lambda _: repr(prompt), f"the {explained.name}, or its share,")
     return {
-        "prompt": prompt, "explained": explained.name, "value": found.value,
-        "tokens": shown(tokenizer, document.ids), "target_tokens": explained.target,
+        "prompt": prompt,
+        "explained": explained.name,
+        "value": found.value,
+        "tokens": shown(tokenizer, document.ids),
+        "target_tokens": explained.target,
         "gradient_x_input": of_free(gradient_times_input(value_at, inputs)),
         "integrated_gradients": {
-            **found._asdict(), "values": of_free(found.values), "baseline": baseline, "change": found.value - found.baseline_value,
+            **found._asdict(),
+            "values": of_free(found.values),
+            "baseline": baseline,
+            "change": found.value - found.baseline_value,
         },
         "ablation": {
-            "unit": unit, "parts": [part for part, _ in parts], "values": left,
+            "unit": unit,
+            "parts": [part for part, _ in parts],
+            "values": left,
             "changes": [found.value - other for other in left],
         },
-    }  # fmt: skip
+    }
 
 
 def without_each(prompt: str | Messages, unit: Unit) -> list[tuple[str, str | Messages]]:

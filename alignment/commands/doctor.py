@@ -9,9 +9,18 @@ from alignment import __version__
 from alignment.config.load import packaged_folder
 
 CORE = (
-    "torch", "transformers", "tokenizers", "safetensors", "datasets", "peft", "accelerate", "huggingface-hub", "pydantic",
-    "scipy", "tensorboard",
-)  # fmt: skip
+    "torch",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "datasets",
+    "peft",
+    "accelerate",
+    "huggingface-hub",
+    "pydantic",
+    "scipy",
+    "tensorboard",
+)
 OPTIONAL = {  # package on PyPI -> use
     "deepspeed": "ZeRO: --launch launch/zero2 and launch/zero3",
     "bitsandbytes": "weights.quantize, and optim.name with 8 bits",

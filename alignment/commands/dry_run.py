@@ -74,7 +74,8 @@ def check_stage(stage: str, run: Callable[[StageConfig], Path], config: StageCon
 
 def describe_rows(rows: Sequence[object], config: StageConfig) -> Iterator[str]:
     """The first rows of an update as text, with what counts in the loss."""
-    tokenizer, counts_all = tokenizer_of(config), isinstance(config, SFTConfig) and config.loss_on == "all"
+    tokenizer = tokenizer_of(config)
+    counts_all = isinstance(config, SFTConfig) and config.loss_on == "all"
     yield f"first update: {len(rows)} rows, of which {min(SHOWN, len(rows))} are shown; {loss_remark(config)}"
     for row in rows[:SHOWN]:
         each = row.row if isinstance(row, SeededRow) else row

@@ -129,7 +129,8 @@ def _merge(base: Path, updates: Path, dtype: str, quantize: Quantization | None,
     types = _types(model, base, torch_dtype(dtype), scalar=scalar)
     if quantize is not None:
         errors = round_blocks(model, quantize)
-        worst, mean = max(most for most, _ in errors.values()), fmean(mean for _, mean in errors.values())
+        worst = max(most for most, _ in errors.values())
+        mean = fmean(mean for _, mean in errors.values())
         print(
             f"merged into the {quantize} weights that the adapter was trained on: they differ from those of {base} by "
             f"{worst:.2g} at most and by {mean:.2g} on average over {len(errors)} matrices",

@@ -74,7 +74,8 @@ def generate_responses(
         loaded = load_adapter(loaded, find_directory(adapter)).eval()
     if named:
         loaded = load_adapters(loaded, named)
-    inputs, explanation = written, "prompts are read as they are: the model has no chat template"
+    inputs = written
+    explanation = "prompts are read as they are: the model has no chat template"
     if tokenizer.chat_template is not None and not loaded.config.get("is_encoder_decoder"):
         explanation = "prompts are read as they are, without the model's chat template (--raw)"
         if not raw:

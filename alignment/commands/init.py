@@ -33,13 +33,18 @@ from alignment.ragged import has_bfloat16
 
 KINDS: tuple[Kind, ...] = ("comparisons", "demonstrations", "prompts")  # rows of one kind may pass as a later one
 NEEDS: dict[str, tuple[Kind, ...]] = {  # stage -> kinds of rows that must be given, its own first
-    "sft": ("demonstrations",), "dpo": ("comparisons",), "reward": ("comparisons", "prompts"), "ppo": ("prompts", "comparisons"),
-}  # fmt: skip
+    "sft": ("demonstrations",),
+    "dpo": ("comparisons",),
+    "reward": ("comparisons", "prompts"),
+    "ppo": ("prompts", "comparisons"),
+}
 VARIANTS = {"qwen3_8b_8x80gb": "every weight", "qwen3_0.6b": "LoRA", "qwen3_8b_24gb": "LoRA over NF4"}
 SHARES = (0.02, 0.05, 0.1, 0.2)  # of prompts that are held out
 HELD_OUT = 50  # rows that should be at least
 NEW_TOKENS = 512  # of a response at most
-LEAST_UPDATES, LEAST_ROWS = 16, 8  # of an epoch, where it has rows enough for batches of so many
+# of an epoch, where it has rows enough for batches of so many
+LEAST_UPDATES = 16
+LEAST_ROWS = 8
 
 Values = dict[str, Any]
 
@@ -72,7 +77,8 @@ def write_configs(
         columns: our name of a column -> the files'.
         lora: train LoRA even where every weight fits.
     """
-    kinds, device = {file: kind_of(file, columns) for file in files}, find_device(gpu_memory, None, "bf16", None)
+    kinds = {file: kind_of(file, columns) for file in files}
+    device = find_device(gpu_memory, None, "bf16", None)
     stages = stages_of(kinds, folder)
     config = find_start(base).config
     positions = int(config.get("max_position_embeddings") or config.get("n_positions") or 2048)
@@ -99,10 +105,14 @@ def write_configs(
     trained = {stage: f"{folder}/{stage}/model" for stage in stages if stage != "reward"}
     asked = next((section for section in [*data.values()][::-1] if has_prompts(section, columns)), [*data.values()][-1])
     configs["winrate"] = {
-        "output": f"{folder}/winrate", "models": {"base": base} | trained, "baseline": "sft" if "sft" in stages else "base",
-        "judge": "verdicts", "verdicts": f"{folder}/verdicts.jsonl", "max_new_tokens": new_tokens,
+        "output": f"{folder}/winrate",
+        "models": {"base": base} | trained,
+        "baseline": "sft" if "sft" in stages else "base",
+        "judge": "verdicts",
+        "verdicts": f"{folder}/verdicts.jsonl",
+        "max_new_tokens": new_tokens,
         "data": asked.values | ({"columns": {"prompt": columns.get("prompt", "prompt")}} if columns else {}),
-    }  # fmt: skip
+    }
     for stage, values in configs.items():
         write_yaml(folder, stage, values, notes[stage])
     return [
@@ -171,10 +181,8 @@ def data_section(base: str, kind: Kind, files: Sequence[str], most: int, columns
     Its length is that of the longest row, or, where few rows are much longer than the others, of 99 % of them. Prompts
     that are plain text go through the chat template, where the base has one.
     """
-    tokenizer, ([first], _) = (
-        load_tokenizer(base),
-        read_rows(files[0], kind, columns=columns, max_rows=1, on_bad_row="skip"),
-    )
+    tokenizer = load_tokenizer(base)
+    [first], _ = read_rows(files[0], kind, columns=columns, max_rows=1, on_bad_row="skip")
     plain = isinstance(getattr(first, "prompt", None), str) and getattr(first, "messages", None) is None
     section: Values = {"train": list(files), **({"columns": columns} if columns else {})}
     section |= {"as_messages": True} if plain and tokenizer.chat_template else {}
@@ -197,12 +205,15 @@ def fitting_values(
     """
     for variant, trained in [*VARIANTS.items()][lora:]:
         packaged = read_yaml(find_packaged(f"{stage}/{variant}", "configs")).values
-        own, gpu = packaged["training"], device.gpu
+        own = packaged["training"]
+        gpu = device.gpu
         training = {
-            "epochs": own.get("epochs", 1), "batch_size": min(own["batch_size"], max(LEAST_ROWS, rows // LEAST_UPDATES)),
-            "micro_batch_tokens": own["micro_batch_tokens"], "gradient_checkpointing": gpu,
+            "epochs": own.get("epochs", 1),
+            "batch_size": min(own["batch_size"], max(LEAST_ROWS, rows // LEAST_UPDATES)),
+            "micro_batch_tokens": own["micro_batch_tokens"],
+            "gradient_checkpointing": gpu,
             "precision": "bf16" if gpu or has_bfloat16() else "fp32",
-        }  # fmt: skip
+        }
         # Without the text beside PPO, and without the type of a reference on eight cards.
         kept = {
             key: value for key, value in packaged.items() if "pretrain" not in key and value != {"dtype": "bfloat16"}

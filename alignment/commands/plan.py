@@ -82,7 +82,8 @@ def plan_lines(plan: Plan, mfu: float) -> Iterator[str]:
 
 
 def _describe_memory(plan: Plan) -> Iterator[str]:
-    layout, training = plan.layout, plan.config.training
+    layout = plan.layout
+    training = plan.config.training
     kept = "all activations kept"
     if training.gradient_checkpointing:
         kept = f"gradient checkpointing, {training.keep_activations} kept"
@@ -111,7 +112,8 @@ def _line(name: str, *sizes: int) -> str:
 
 
 def _describe_length(plan: Plan, mfu: float) -> Iterator[str]:
-    length, device = plan.length, plan.device
+    length = plan.length
+    device = plan.device
     seconds = plan.seconds(mfu)
     if length.steps is None or length.operations is None or length.tokens is None or seconds is None:
         yield "rows: not known, since the data is not here; set training.max_steps for the length of the run"

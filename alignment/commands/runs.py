@@ -63,7 +63,9 @@ def read_runs(folder: Path) -> tuple[list[RunSummary], list[str]]:
 
 def read_summary(directory: Path, folder: Path) -> RunSummary:
     """The summary of one run's directory."""
-    record, log, config = read_stage_record(directory), directory / "metrics.jsonl", directory / "config.yaml"
+    record = read_stage_record(directory)
+    log = directory / "metrics.jsonl"
+    config = directory / "config.yaml"
     last: dict[str, Any] = {}
     for row in log_rows(log):
         last |= row

@@ -34,11 +34,17 @@ if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
 EXPECTED = {  # pydantic error type -> what the value must be
-    "bool_type": "must be true or false", "dataclass_type": "must be a section of keys",
-    "dict_type": "must be a section of keys", "finite_number": "must be a finite number",
-    "float_type": "must be a number", "int_type": "must be a whole number", "list_type": "must be a list",
-    "none_required": "must be null", "string_type": "must be text", "tuple_type": "must be a list",
-}  # fmt: skip
+    "bool_type": "must be true or false",
+    "dataclass_type": "must be a section of keys",
+    "dict_type": "must be a section of keys",
+    "finite_number": "must be a finite number",
+    "float_type": "must be a number",
+    "int_type": "must be a whole number",
+    "list_type": "must be a list",
+    "none_required": "must be null",
+    "string_type": "must be text",
+    "tuple_type": "must be a list",
+}
 
 KEYS_OF_OTHER_LIBRARIES = {  # key of trl, transformers, axolotl, LLaMA-Factory or OpenRLHF -> our key, and what differs; `|`: or
     "actor_learning_rate": "optim.learning_rate", "advantage_estimator": "advantages",
@@ -98,15 +104,22 @@ KEYS_OF_OTHER_LIBRARIES = {  # key of trl, transformers, axolotl, LLaMA-Factory 
     "vllm_num_engines": "servers.urls", "wandb_project": "training.tracking.project",
 }  # fmt: skip
 NEEDLESS = {  # key of another library -> why there is none here
-    **dict.fromkeys(("packing", "sample_packing", "padding_free"), "rows always lie end to end and see only themselves"),
-    **dict.fromkeys(("flash_attn", "flash_attention", "attn_implementation"), "attention takes the fastest kernel that fits by itself"),
-    **dict.fromkeys(("deepspeed", "fsdp", "zero_stage"), "the command has --launch, such as launch/zero3 or launch/fsdp2"),
+    **dict.fromkeys(
+        ("packing", "sample_packing", "padding_free"), "rows always lie end to end and see only themselves"
+    ),
+    **dict.fromkeys(
+        ("flash_attn", "flash_attention", "attn_implementation"),
+        "attention takes the fastest kernel that fits by itself",
+    ),
+    **dict.fromkeys(
+        ("deepspeed", "fsdp", "zero_stage"), "the command has --launch, such as launch/zero3 or launch/fsdp2"
+    ),
     "assistant_only_loss": "loss_on=completion, the default, counts responses alone; data.turns chooses the turns",
     **dict.fromkeys(("eos_token", "pad_token"), "the tokenizer's own count, and its template's end of a turn"),
     "device_map": "a model lies whole on its device; the command has --launch launch/fsdp2 to spread it",
     "logging_steps": "every update is logged",
     "resume_from_checkpoint": "the same command goes on with a stopped run",
-}  # fmt: skip
+}
 
 
 class _Located(NamedTuple):
@@ -199,7 +212,8 @@ def _reason(cls: type, group: Sequence[_Located]) -> str:
     """Why one key is wrong, and the way out: what each member of a union expects, and the value it got."""
     first, *others = dict.fromkeys(_expected(cls, each) for each in group)
     text = " or ".join([first, *(other.removeprefix("must be ") for other in others)])
-    key, error = group[0].key, group[0].error
+    key = group[0].key
+    error = group[0].error
     if error["type"] in ("value_error", "missing", "unexpected_keyword_argument") or is_hidden(key):
         return text
     got = repr(error["input"]) if isinstance(error["input"], str) else json.dumps(without_secrets(error["input"]))
@@ -215,7 +229,9 @@ def _reason(cls: type, group: Sequence[_Located]) -> str:
 def _expected(cls: type, located: _Located) -> str:
     """Description of a right value, or the message of the config's own check."""
     key, members, error = located
-    kind, context, name = error["type"], error.get("ctx", {}), str(key[-1]) if key else ""
+    kind = error["type"]
+    context = error.get("ctx", {})
+    name = str(key[-1]) if key else ""
     if kind == "unexpected_keyword_argument":
         sections = _sections(cls, key[:-1])
         matching = [section for section in sections if section.__name__ in members] or sections
@@ -274,7 +290,9 @@ Check = Callable[[object], Iterable[tuple[Key, str]]]  # a config -> its keys th
 
 code_folders: list[Path] = []  # of the config or recipe read last: Python modules that it names lie beside it
 
-LARGEST, SMALLEST = 2**63 - 1, 1e-30  # int64, and what float32 divides by without overflow
+# int64, and what float32 divides by without overflow
+LARGEST = 2**63 - 1
+SMALLEST = 1e-30
 
 
 def load_config(cls: type[T], source: str, overrides: Sequence[str] = (), check: Check | None = None) -> T:
@@ -360,7 +378,8 @@ def build(cls: type[T], document: SourcedYaml, check: Check | None = None) -> T:
     that read a value that stands in are not named. `check` finds what else is wrong, such as files that are not there.
     """
     values = json.loads(json.dumps({} if document.values is None else document.values, default=str))
-    problems, replaced = dict(_numbers_out_of_range(values)), set[Key]()
+    problems = dict(_numbers_out_of_range(values))
+    replaced = set[Key]()
     config, wrong = _validate(cls, values)
     while wrong:
         problems = {key: why for key, why in wrong if not _within(key, replaced)} | problems

@@ -132,7 +132,8 @@ class _Reader:
         own: dict[str, Any] = {}
         merged: dict[str, Any] = {}
         for name_node, child in node.value:
-            name, location = _restore_braces(str(name_node.value)), f"{self.name}:{name_node.start_mark.line + 1}"
+            name = _restore_braces(str(name_node.value))
+            location = f"{self.name}:{name_node.start_mark.line + 1}"
             if name in own:
                 self.problems.append(f"{location}: {dotted((*key, name))}: is given twice; keep one")
             if name != "<<":

@@ -296,7 +296,8 @@ def _lay_out(
         together: numbers of the sides of one prompt; the weight is the number of prompts. None: the number of targets.
         share: True where the sides of one prompt share it.
     """
-    documents, masks = [row.documents[side] for row, side in sides], [row.masks[side] for row, side in sides]
+    documents = [row.documents[side] for row, side in sides]
+    masks = [row.masks[side] for row, side in sides]
     weight = None if together is None else len(together)
     row_ids = [row.row_id for row, _ in sides]
     if share is False or together is None:

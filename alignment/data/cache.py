@@ -36,10 +36,24 @@ PACKAGES = ("tokenizers", "transformers", "jinja2")  # their versions may change
 # Settings that change no row and no token: the sources have keys of their own, limits are checked on the stored tally.
 WITHOUT_EFFECT = frozenset(
     {
-        "train", "evaluation", "evaluation_share", "split", "evaluation_split", "columns", "max_rows", "mixing", "mixing_maximum",
-        "temperature", "max_lost_share", "processes", "cache", "check", "streaming", "shuffle_buffer",
+        "train",
+        "evaluation",
+        "evaluation_share",
+        "split",
+        "evaluation_split",
+        "columns",
+        "max_rows",
+        "mixing",
+        "mixing_maximum",
+        "temperature",
+        "max_lost_share",
+        "processes",
+        "cache",
+        "check",
+        "streaming",
+        "shuffle_buffer",
     }
-)  # fmt: skip
+)
 WITHOUT_EFFECT_OF_A_SOURCE = frozenset({"name", "weight", "max_rows"})
 ORIGIN = ("name_or_path", "is_local", "local_files_only")  # where a tokenizer came from, not what it is
 
@@ -59,7 +73,8 @@ def get_entry(cache: Path, key: str, make: Callable[[Path], Mapping[str, Any]]) 
 
     Of several processes that ask for it, one makes it.
     """
-    directory, notes = cache / "entries" / key, ()
+    directory = cache / "entries" / key
+    notes = ()
     try:
         for name in ("entries", "locks"):
             (cache / name).mkdir(parents=True, exist_ok=True)
@@ -106,7 +121,8 @@ def table_key(
     source: SourceConfig, config: DataConfig, tokenizer: Tokenizer, *, name: str, max_rows: int | None
 ) -> str:
     """The key of one source's prepared rows; `name` is that of the preparation."""
-    settings, own = dataclasses.asdict(config), dataclasses.asdict(source)
+    settings = dataclasses.asdict(config)
+    own = dataclasses.asdict(source)
     parts = {
         "preparation": name,
         "rows": content_of(source),
@@ -173,7 +189,8 @@ def _listed(directory: Path) -> Listed:
     try:
         manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
         times = manifest["created"], (directory / MANIFEST).stat().st_mtime
-        rows, tokens = manifest["rows"], manifest["tally"]["tokens"]
+        rows = manifest["rows"]
+        tokens = manifest["tally"]["tokens"]
         ages = ((time.time() - moment) / 86400 for moment in times)
         return Listed(directory.name, manifest["kind"], manifest["source"], rows, tokens, size, *ages)
     except DAMAGE:
@@ -191,7 +208,8 @@ def cache_lines(directory: str | None = None, *, clear: bool = False, older_than
         older_than: only entries last used more than this many days ago; None: all.
     """
     cache = cache_directory(directory)
-    entries, lines = list_entries(cache, older_than or 0.0), list[str]()
+    entries = list_entries(cache, older_than or 0.0)
+    lines = list[str]()
     if clear:
         for entry in list(entries):
             try:

@@ -315,7 +315,8 @@ class Checks:
         joined: bool = True,
     ):
         self.kind: Kind = kind
-        self.weight, self.joined = weight, joined
+        self.weight = weight
+        self.joined = joined
         self.special = None if tokenizer is None else SpecialTokens.of(tokenizer, max_length)
         self.rows = 0
         self.faults: dict[str, tuple[int, list[str]]] = {}  # number of rows, the first of them; `LITERAL` strings too
@@ -364,7 +365,8 @@ class Checks:
 
     def _add_texts(self, row: CheckedRow) -> None:
         """Check one row's texts: its prompt, and each response by itself."""
-        weight, names = self.weight, [row.record.row_id]
+        weight = self.weight
+        names = [row.record.row_id]
         for fault in FAULTS:
             if (self.joined or fault.name != SEPARATION) and fault.found(row):
                 self._add_rows(fault.name, weight, names)
@@ -420,14 +422,16 @@ class Checks:
             yield Finding("warning", f"about {often} rows have one and the same response", "same response")
 
     def _judgments(self) -> Iterator[Finding]:
-        seen, sums = self.seen["preferences"], self.sums
+        seen = self.seen["preferences"]
+        sums = self.sums
         if both := self.weight * (len(seen) - len({key for key, _ in seen})):
             says = "have the same two responses preferred both ways round"
             if self.kind == "labels":
                 says = "have the same response labeled both desirable and undesirable"
             yield Finding("warning", f"{both} prompts {says}", "contradictions")
         if sums["pairs"]:
-            longer, gap = sums["longer"] / sums["pairs"], sums["difference"] / sums["pairs"]
+            longer = sums["longer"] / sums["pairs"]
+            gap = sums["difference"] / sums["pairs"]
             level = "warning" if abs(longer - 0.5) > LENGTH_BIAS else "note"
             text = f"chosen is {gap:+.1f} characters longer on average; 'the longer one wins' is right in {longer:.1%}"
             yield Finding(level, text, "length bias")

@@ -80,8 +80,10 @@ def check_file(
     if coder is not None and template is not None:
         coder = with_chat_template(coder, str(template))
     rows, counts = read_rows(source, kind, columns=columns, on_bad_row="skip")
-    checks, examples = Checks(kind, coder, max_length), list[Example]()
-    samples, refused = list[str](), list[Finding]()
+    checks = Checks(kind, coder, max_length)
+    examples = list[Example]()
+    samples = list[str]()
+    refused = list[Finding]()
     if coder is not None:
         try:
             examples, tokenized = TOKENIZE[kind](rows, coder, max_length)
@@ -99,8 +101,11 @@ def check_file(
 
 def show_example(example: Example, tokenizer: Tokenizer) -> str:
     """Tokens between bars, those that count in square brackets; ids and boundaries below; each response under its name."""
-    values, margin = example.values, example.values.get("margin")
-    masks, names, order = example.masks, [""] * len(example.masks), list(range(len(example.masks)))
+    values = example.values
+    margin = example.values.get("margin")
+    masks = example.masks
+    names = [""] * len(example.masks)
+    order = list(range(len(example.masks)))
     if "ranks" in values:
         names = [f"response {index}, rank {rank}" for index, rank in enumerate(values["ranks"])]
         order.sort(key=values["ranks"].__getitem__)

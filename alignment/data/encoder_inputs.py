@@ -55,7 +55,8 @@ NOT_PLAIN = "the reply has tool calls or reasoning, and an encoder-decoder learn
 
 def encode_prompts_with_responses(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]]) -> list[EncodedText]:
     """Prompts and responses with the special tokens of a pair, or of one text where the prompt is empty."""
-    template, ids = special_token_template(tokenizer), _ids(tokenizer, [text for pair in pairs for text in pair])
+    template = special_token_template(tokenizer)
+    ids = _ids(tokenizer, [text for pair in pairs for text in pair])
     return [
         template.encode(first, second) if prompt else template.encode(second)
         for (prompt, _), first, second in zip(pairs, ids[::2], ids[1::2], strict=True)
@@ -72,7 +73,9 @@ def encode_responses(
     """
     if refused := [row.row_id for row in rows if not isinstance(row.prompt, str)]:
         raise refused_rows({MESSAGES: refused})
-    template, counts, encoded = special_token_template(tokenizer), Tally(rows=len(rows)), []
+    template = special_token_template(tokenizer)
+    counts = Tally(rows=len(rows))
+    encoded = []
     prompts = _ids(tokenizer, [str(row.prompt) for row in rows])
     ids = iter(_ids(tokenizer, [text for row in rows for text in replies_of(row)]))
     for row, head in zip(rows, prompts, strict=True):
@@ -160,7 +163,9 @@ def encode_targets(
     """Ids of each reply as the decoder writes it after its start token, with one end token (BART: <s> reply </s>)."""
     if rich := [row.row_id for row, reply in replies if not (isinstance(reply, str) or is_plain(reply))]:
         raise refused_rows({NOT_PLAIN: rich})
-    before, end, stops = special_token_template(tokenizer).single[0], end_token_id(tokenizer), stop_strings(tokenizer)
+    before = special_token_template(tokenizer).single[0]
+    end = end_token_id(tokenizer)
+    stops = stop_strings(tokenizer)
     texts = [without_end(reply if isinstance(reply, str) else reply["content"], stops) for _, reply in replies]
     targets = [[*before, *ids, end] if ids else [end] for ids in encode(tokenizer, texts)]
     return [EncodedChat(ids, [True] * len(ids)) for ids in targets]

@@ -60,7 +60,9 @@ Result = TypeVar("Result")
 HELD_OUT = "held out by data.evaluation_share"
 
 CHUNK_BYTES = 4 * 2**20  # of a file of JSON lines
-LEAST_CHUNKS, LEAST_BYTES = 32, 2**18  # smaller chunks where there would be fewer, so that all processes end together
+# smaller chunks where there would be fewer, so that all processes end together
+LEAST_CHUNKS = 32
+LEAST_BYTES = 2**18
 AHEAD = 2  # chunks in flight for each process
 LARGE_BYTES = 64 * 2**20  # from this size of a source, one process per core prepares it unless `data.processes` says
 CHECKED_BYTES = 4 * 2**20  # of a source, whose rows are all checked; of a larger one as many, evenly drawn
@@ -99,7 +101,8 @@ class Prepared:
 
     def merge(self, other: "Prepared") -> None:
         """Add the findings of later rows, but not their examples."""
-        self.read, self.tokenized = self.read.merged_with(other.read), self.tokenized.merged_with(other.tokenized)
+        self.read = self.read.merged_with(other.read)
+        self.tokenized = self.tokenized.merged_with(other.tokenized)
         self.problems = self.problems + other.problems
         if self.checks is not None and other.checks is not None:
             self.checks.merge(other.checks)
@@ -107,7 +110,8 @@ class Prepared:
 
     def manifest(self, config: DataConfig, source: str) -> dict[str, Any]:
         """Content of the manifest: name of the source, tally, findings of the data doctor."""
-        tally, found = self.read.followed_by(self.tokenized), list[Any]()
+        tally = self.read.followed_by(self.tokenized)
+        found = list[Any]()
         if self.checks is not None:
             found = self.checks.findings(tally, max_cut_share=config.max_cut_share, max_length=config.max_length)
         return {"source": source, "tally": asdict(tally), "findings": list(map(asdict, found))}
@@ -161,7 +165,10 @@ def require_enough(counts: Tally, config: DataConfig, part: Part) -> Tally:
 
 def prepare_tables(preparation: Preparation, config: DataConfig, tokenizer: Tokenizer, *, part: Part) -> Rows:
     """The tables of the sources of one part, from the cache or made; bad rows of all sources are raised at once."""
-    names, tables, problems, read = config.source_names, list[Table](), list[str](), 0
+    names = config.source_names
+    tables = list[Table]()
+    problems = list[str]()
+    read = 0
     for source in config.require_sources(part):
         left = rows_left(config.max_rows, read, source)
         if left is not None and left <= 0:
@@ -200,7 +207,8 @@ def _make(
     job = Job(preparation, parser, source.columns or {}, config, tokenizer, 1 << (size // CHECKED_BYTES).bit_length())
     several = size >= LARGE_BYTES and sys.platform == "linux"  # a fork of a process with a window system may crash
     processes = config.processes or (len(os.sched_getaffinity(0)) if several else 1)
-    found, writer = Prepared(), TableWriter(directory)
+    found = Prepared()
+    writer = TableWriter(directory)
     for chunk in _prepared_chunks(job, chunks, max_rows, processes):
         found.merge(chunk)
         if chunk.encoded is not None:
@@ -292,7 +300,8 @@ def prepare_chunk(job: Job, chunk: Chunk, max_rows: int | None = None) -> Prepar
     done = Prepared(parsed.counts, problems=parsed.problems if job.config.on_bad_row == "error" else [])
     if done.problems:
         return done
-    kind, tokenize = job.preparation.kind, job.preparation.tokenize
+    kind = job.preparation.kind
+    tokenize = job.preparation.tokenize
     plain = tokenize in (TOKENIZE[kind], tokenize_ordered_rankings)  # others are checked where they are corrupted
     coder = job.tokenizer if plain else None
     done.checks = Checks(kind, coder, job.config.max_length, weight=job.checked, joined=plain)
@@ -358,7 +367,8 @@ def _without(counts: Tally, number: int, first: list[str]) -> Tally:
     """A tally without `number` rows that are held out, the first of which have these names."""
     if not number:
         return replace(counts)
-    noted, names = {**counts.noted, HELD_OUT: number}, {**counts.first, HELD_OUT: first}
+    noted = {**counts.noted, HELD_OUT: number}
+    names = {**counts.first, HELD_OUT: first}
     return replace(counts, rows=counts.rows - number, kept=counts.kept - number, noted=noted, first=names)
 
 

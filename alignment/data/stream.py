@@ -17,7 +17,10 @@ from alignment.errors import UserError
 Row = TypeVar("Row")
 
 BLOCK = 4096  # positions whose sources are drawn together
-COUNT_SALT, ORDER_SALT, SOURCE_SALT = 715_101, 715_102, 715_103  # generators of different things draw differently
+# generators of different things draw differently
+COUNT_SALT = 715_101
+ORDER_SALT = 715_102
+SOURCE_SALT = 715_103
 
 
 def order(rows: int, seed: int, epoch: int) -> np.ndarray:
@@ -40,8 +43,11 @@ class Stream(Generic[Row]):
     """
 
     def __init__(self, rows: Sequence[Row], batch_size: int, seed: int, epochs: float | None = None):
-        self.rows, self.epoch_length = rows, len(rows)
-        self.batch_size, self.seed, self.epochs = batch_size, seed, epochs
+        self.rows = rows
+        self.epoch_length = len(rows)
+        self.batch_size = batch_size
+        self.seed = seed
+        self.epochs = epochs
         self._order = lru_cache(maxsize=2)(partial(order, len(rows), seed))  # epoch -> its permutation
 
     def positions_at(self, step: int) -> list[int]:
@@ -105,7 +111,8 @@ class SourceChoices:
     """
 
     def __init__(self, shares: Sequence[float], seed: int):
-        self.shares, self.seed = shares, seed
+        self.shares = shares
+        self.seed = seed
         self._block = lru_cache(maxsize=2)(self._draw_block)
         self._counts = np.empty((0, len(shares)), np.int64)
 
@@ -152,7 +159,9 @@ class MixtureStream(Stream[Row]):
         draws: int,
     ):
         super().__init__(rows, batch_size, seed, epochs)
-        self.shares, self.epoch_length, tables = shares, draws, tables_of(rows)
+        self.shares = shares
+        self.epoch_length = draws
+        tables = tables_of(rows)
         self._sources = [Stream(table, 1, seed_of_source(seed, number)) for number, table in enumerate(tables)]
         self._choices = SourceChoices(shares, seed)
 
@@ -187,7 +196,8 @@ def stream_of(
 def source_shares(config: DataConfig, stream: Stream[Any], steps: int) -> list[dict[str, Any]]:
     """Name, source and rows of each source, its share of a run of `steps` updates, and how often each of its rows is seen."""
     tables = tables_of(stream.rows)
-    total, draws = len(stream.rows), steps * stream.batch_size
+    total = len(stream.rows)
+    draws = steps * stream.batch_size
     shares = stream.shares if isinstance(stream, MixtureStream) else [len(table) / total for table in tables]
     return [
         {

@@ -44,7 +44,9 @@ OrderState = dict[str, Any]  # of a `StreamedOrder`, JSON-like
 FIRST_ROWS = 1024  # of each source: read before the run, to be checked
 SELDOM = 2**20  # one row in this many is looked at by the data doctor after the first ones
 CHUNK_ROWS = 256  # of a window, tokenized by one rank
-FILE_SALT, WINDOW_SALT = 715_104, 715_105  # generators of different things draw differently
+# generators of different things draw differently
+FILE_SALT = 715_104
+WINDOW_SALT = 715_105
 
 
 class File(NamedTuple):
@@ -153,8 +155,11 @@ class Window(RowSequence[Any]):
     """
 
     def __init__(self, rows: JoinedTables, order: np.ndarray, end: StreamState, manifest: dict[str, Any]):
-        self.rows, self.order, self.end = rows, order, end
-        self.name, self.findings = manifest["source"], manifest["findings"]
+        self.rows = rows
+        self.order = order
+        self.end = end
+        self.name = manifest["source"]
+        self.findings = manifest["findings"]
         self.tally = Tally(**manifest["tally"])
 
     def __len__(self) -> int:
@@ -186,8 +191,14 @@ class Cursor:
         check: Callable[[Sequence[Any]], object] = lambda _: None,
         note: Callable[[str], object] = lambda _: None,
     ):
-        self.files, self.config, self.seed, self.name, self.check, self.note = files, config, seed, name, check, note
-        self.ranks, self.state = ranks, StreamState()
+        self.files = files
+        self.config = config
+        self.seed = seed
+        self.name = name
+        self.check = check
+        self.note = note
+        self.ranks = ranks
+        self.state = StreamState()
         self._window: Window | None = None
         self._open: tuple[StreamState, Iterator[RawRow]] | None = None  # end of the last window, and the rows behind it
         self._reader: Reader | None = None  # at work on the window after `_window`
@@ -195,7 +206,8 @@ class Cursor:
     def take(self) -> tuple[Any, int]:
         """The next example, and its epoch."""
         while self.state.taken >= len(window := self.window()):
-            counts, epoch = self.state.before.merged_with(window.tally), self.state.epoch
+            counts = self.state.before.merged_with(window.tally)
+            epoch = self.state.epoch
             if window.end.epoch > epoch:
                 if self.state.last < epoch:
                     raise UserError(f"{self.name}: no row of a whole epoch can be used")
@@ -221,7 +233,8 @@ class Cursor:
 
     def _take_window(self) -> Window:
         """The window of the present state, of which the process that reads ahead has this rank's share; it goes on to the next."""
-        reader, self._reader = self._reader, None  # one that has failed is not asked again
+        reader = self._reader
+        self._reader = None  # one that has failed is not asked again
         try:
             own = self.read_share(self.state) if reader is None else reader.answer()
         except UserError as error:
@@ -240,7 +253,8 @@ class Cursor:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from a state, as `asdict` wrote it."""
-        self.state, self._window = StreamState(**{**state, "before": Tally(**state["before"])}), None
+        self.state = StreamState(**{**state, "before": Tally(**state["before"])})
+        self._window = None
         if self._reader is not None:
             self._reader.close()
             self._reader = None
@@ -252,14 +266,21 @@ class Cursor:
     def read_share(self, state: StreamState) -> Share:
         """This rank's share of the window of a state."""
         order = permutation(len(self.files), self.seed, FILE_SALT, state.epoch)
-        left, count, name, chunks = self.config.shuffle_buffer, 0, "", list[tuple[Prepared, int]]()
-        position, end = None, StreamState(state.epoch + 1)
+        left = self.config.shuffle_buffer
+        count = 0
+        name = ""
+        chunks = list[tuple[Prepared, int]]()
+        position = None
+        end = StreamState(state.epoch + 1)
         for number, rows in self._rows_from(state, order):
             opened, job, source = self.files[order[number]]
             while left and (chunk := tuple(islice(rows, min(CHUNK_ROWS, left)))):
                 if count % self.ranks.size == self.ranks.rank:
                     chunks.append((prepare_chunk(job, Chunk(rows=chunk)), source))
-                name, left, count, position = name or opened.name, left - len(chunk), count + 1, chunk[-1].end
+                name = name or opened.name
+                left = left - len(chunk)
+                count = count + 1
+                position = chunk[-1].end
             if not left:
                 end = StreamState(state.epoch, state.window + 1, number, position)
                 self._open = (end, rows)
@@ -275,7 +296,8 @@ class Cursor:
             if head[:2] != heads[0][:2]:
                 raise UserError(f"{self.name}: ranks read other rows than each other; all must see the same files")
         assert isinstance(own, Share)
-        found, parts = Prepared(), list[Table]()
+        found = Prepared()
+        parts = list[Table]()
         for turn in range(-(-own.total // self.ranks.size)):  # not all at once: they may pass through a GPU's memory
             for done, source in chain.from_iterable(self.ranks.gather(list(own.chunks[turn : turn + 1]))):
                 found.merge(done)
@@ -288,7 +310,9 @@ class Cursor:
 
     def _rows_from(self, state: StreamState, order: np.ndarray) -> Iterator[tuple[int, Iterator[RawRow]]]:
         """The files from a state on: number in the order of the epoch, and the rows that are yet to be read."""
-        start, position, following = (state.epoch, state.window), state.position, self._open
+        start = (state.epoch, state.window)
+        position = state.position
+        following = self._open
         rest = following[1] if following and (following[0].epoch, following[0].window) == start else None
         self._open = None
         for number in range(state.file, len(order)):
@@ -307,7 +331,8 @@ class StreamedRows(JoinedTables):
     def __init__(self, files: Sequence[Sequence[File]], config: DataConfig):
         few = replace(config, shuffle_buffer=min(FIRST_ROWS, config.shuffle_buffer))
         super().__init__([Cursor(each, few, seed=None).read() for each in files])
-        self.files, self.config = files, config
+        self.files = files
+        self.config = config
         require_enough(self.tally, config, "train")
 
     @property
@@ -329,7 +354,8 @@ def open_stream(preparation: Preparation, config: DataConfig, tokenizer: Tokeniz
     """The training rows of a config with `streaming`, and the tally of the first of them."""
     if preparation.whole:
         raise UserError(f"data.streaming: {preparation.name} needs all rows at once; set data.streaming=false")
-    names, files = config.source_names, []
+    names = config.source_names
+    files = []
     for source in config.require_sources("train"):
         opened = open_sources(source.source, str(source.split))
         rows = islice((row for each in opened for row in each.read(None)), max(FIRST_ROWS, config.shuffle_buffer))
@@ -367,11 +393,17 @@ class StreamedOrder(Generic[Row]):
         check: Callable[[Sequence[Row]], object] = lambda _: None,
         note: Callable[[str], object] = lambda _: None,
     ):
-        self.batch_size, self.seed, self.key = batch_size, seed, rows.key
-        self._choices, config = None, rows.config
-        groups, names, seeds = [[file for files in rows.files for file in files]], ["data.train"], [seed]
+        self.batch_size = batch_size
+        self.seed = seed
+        self.key = rows.key
+        self._choices = None
+        config = rows.config
+        groups = [[file for files in rows.files for file in files]]
+        names = ["data.train"]
+        seeds = [seed]
         if config.mixing == "weights":
-            groups, names = rows.files, [str(source.name) for source in config.sources("train")]
+            groups = rows.files
+            names = [str(source.name) for source in config.sources("train")]
             self._choices = SourceChoices(mixing_shares(config, [1] * len(groups)).tolist(), seed)
             seeds = [seed_of_source(seed, number) for number in range(len(groups))]
         groups = [[file._replace(job=file.job._replace(checked=SELDOM)) for file in files] for files in groups]

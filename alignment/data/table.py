@@ -104,13 +104,15 @@ class TableWriter:
     """Writes the files of one table into a directory; `close` gives the size for its manifest."""
 
     def __init__(self, directory: Path):
-        self.directory, self.rows = directory, 0
+        self.directory = directory
+        self.rows = 0
         self._last = np.zeros((1, 2), np.int64), np.zeros((1, len(COLUMNS)), np.int64)  # of `documents` and `rows`
 
     def add(self, encoded: EncodedExamples) -> None:
         """Append rows."""
         self.rows += len(encoded.rows) - 1
-        documents, rows = encoded.documents + self._last[0], encoded.rows + self._last[1]
+        documents = encoded.documents + self._last[0]
+        rows = encoded.rows + self._last[1]
         self._write(encoded._replace(documents=documents[:-1], rows=rows[:-1]))
         self._last = documents[-1:], rows[-1:]
 
@@ -155,14 +157,19 @@ class Table(_Joinable):
         notes: Sequence[str] = (),
         maps: Sequence[mmap.mmap | None] = (),
     ):
-        self.encoded, self.manifest, self.source = encoded, manifest, source
-        self.directory, self.cached, self.notes = directory, cached, list(notes)
+        self.encoded = encoded
+        self.manifest = manifest
+        self.source = source
+        self.directory = directory
+        self.cached = cached
+        self.notes = list(notes)
         self.key: str = manifest.get("key", "")
         self.name: str = manifest.get("source", "")
         self.tally = Tally(**manifest.get("tally", {}))
         self.findings: list[dict[str, Any]] = list(manifest.get("findings", ()))
         self._rows: np.ndarray | None = None  # those that `select` chose
-        self._maps, self._read = maps, [0]  # rows since pages were given back; shared by all views
+        self._maps = maps
+        self._read = [0]  # rows since pages were given back; shared by all views
 
     @classmethod
     def open(cls, directory: Path, manifest: Manifest, *, cached: bool = False, notes: Sequence[str] = ()) -> "Table":

@@ -39,7 +39,9 @@ def matthews(table: Tensor) -> float:
     Source: Matthews 1975 for two classes; for more Gorodkin 2004, "Comparing two K-category assignments by a
     K-category correlation coefficient", eq. 8.
     """
-    labeled, predicted, rows = table.sum(1), table.sum(0), table.sum()
+    labeled = table.sum(1)
+    predicted = table.sum(0)
+    rows = table.sum()
     spread = (rows**2 - labeled.square().sum()) * (rows**2 - predicted.square().sum())
     if spread == 0:
         return 0.0
@@ -81,7 +83,9 @@ def bleu(counts: Sequence[int]) -> float:
     """
     from sacrebleu.metrics.bleu import BLEU
 
-    matches, there, (written, reference) = counts[:4], counts[4:8], counts[8:]
+    matches = counts[:4]
+    there = counts[4:8]
+    written, reference = counts[8:]
     return BLEU.compute_bleu(list(matches), list(there), written, reference).score
 
 
@@ -96,7 +100,8 @@ def entities(tags: Sequence[str]) -> set[Entity]:
 
     Source: conlleval, the scorer of the CoNLL-2000 and 2003 tasks.
     """
-    found, start = set(), 0
+    found = set()
+    start = 0
     for position, tag in enumerate([*tags, "O"]):
         before = tags[position - 1] if position else "O"
         continues = tag.startswith("I-") and before[2:] == tag[2:]
@@ -134,7 +139,8 @@ def answer_metrics(answers: Sequence[str], golds: Sequence[Sequence[str]]) -> di
 
     Source: as `normalized`; empty answers Rajpurkar et al. 2018, arXiv:1806.03822, and their script.
     """
-    matches, overlaps = 0.0, 0.0
+    matches = 0.0
+    overlaps = 0.0
     for answer, texts in zip(answers, golds, strict=True):
         words = normalized(answer).split()
         correct = [gold for text in texts if (gold := normalized(text).split())] or [[]]

@@ -110,7 +110,8 @@ def read_labeled(
     `question`, `context`, `answers` (a list of {text, answer_start}, or SQuAD's two lists); multiple_choice `context`,
     `choices`, `label` (index of the right choice). Of pairs and choices the columns in rows/published.py are known too.
     """
-    reader, published = READERS[task], PUBLISHED.get(task, lambda row: [row])
+    reader = READERS[task]
+    published = PUBLISHED.get(task, lambda row: [row])
 
     def parse(values: Columns, row_id: str) -> list[LabeledRow]:
         rows = published(values)
@@ -132,7 +133,8 @@ Values = tuple[tuple[Any, ...], tuple[Any, ...]]  # inputs and labels of a row
 
 
 def _words(row: Columns) -> Values:
-    words, labels = _texts(row, "words"), tuple(_label(label, "labels") for label in list_field(row, "labels"))
+    words = _texts(row, "words")
+    labels = tuple(_label(label, "labels") for label in list_field(row, "labels"))
     if len(words) != len(labels):
         raise BadRow("labels", "must be as many as words", f"{len(labels)} labels, {len(words)} words")
     return (words,), labels
@@ -152,14 +154,16 @@ def _question(row: Columns) -> Values:
 
 
 def _answer(answer: Columns, context: str) -> tuple[str, int]:
-    text, start = text_field(answer, "text"), number_field(answer, "answer_start")
+    text = text_field(answer, "text")
+    start = number_field(answer, "answer_start")
     if start is None or start < 0 or context[int(start) : int(start) + len(text)] != text:
         raise BadRow("answers", "answer_start is not where the answer stands in the context", f"{text[:30]!r}, {start}")
     return text, int(start)
 
 
 def _choice(row: Columns) -> Values:
-    choices, number = _texts(row, "choices"), number_field(row, "label")
+    choices = _texts(row, "choices")
+    number = number_field(row, "label")
     if number is None or number != int(number) or not 0 <= number < len(choices):
         raise BadRow("label", "must be the number of a choice, from 0", f"{row.get('label')!r} of {len(choices)}")
     return (text_field(row, "context"), choices), (int(number),)
@@ -332,7 +336,8 @@ def _encode_texts(
     if form.format != "tokenizer":  # the tokenizer is one of `add_gpt1_tokens`
         start, delimiter, extract = ([tokenizer.get_vocab()[token]] for token in GPT1_TOKENS)
         template = SpecialTokenTemplate((start, extract), (start, delimiter, extract), (0,) * 5)
-    counts, examples = Tally(rows=len(rows)), []
+    counts = Tally(rows=len(rows))
+    examples = []
     documents = [_documents(row, form) for row in rows]
     encoded = iter(tokenize_with_offsets(tokenizer, [text for row in documents for texts in row for text in texts]))
     for row, of_row in zip(rows, documents, strict=True):
@@ -373,8 +378,10 @@ def _encode_words(
 
     Source: Devlin et al. 2019, arXiv:1810.04805, section 5.3.
     """
-    template, counts = special_token_template(tokenizer), Tally(rows=len(rows))
-    budget, examples = text_budget(form.max_length, template.size(1)), []
+    template = special_token_template(tokenizer)
+    counts = Tally(rows=len(rows))
+    budget = text_budget(form.max_length, template.size(1))
+    examples = []
     for row, text in zip(
         rows, tokenize_with_offsets(tokenizer, [" ".join(row.inputs[0]) for row in rows]), strict=True
     ):
@@ -415,7 +422,8 @@ def _encode_questions(
 
     Source: Devlin et al. 2019, arXiv:1810.04805, sections 4.2 and 4.3; windows: google-research/bert, run_squad.py.
     """
-    template, counts = special_token_template(tokenizer), Tally(rows=len(rows))
+    template = special_token_template(tokenizer)
+    counts = Tally(rows=len(rows))
     examples: list[TaskExample] = []
     encoded = tokenize_with_offsets(tokenizer, [text for row in rows for text in row.inputs])
     for number, (row, question, context) in enumerate(zip(rows, encoded[::2], encoded[1::2], strict=True)):
@@ -428,11 +436,10 @@ def _encode_questions(
         answer = token_span(context, *row.labels[0]) if row.labels else None
         windows = []
         for first in window_starts(len(context.ids), size, form.stride):
-            text, inside = (
-                template.encode(asked, context.ids[first : first + size]),
-                context.offsets[first : first + size],
-            )
-            before, after = text.starts[1], len(text.ids) - text.starts[1] - len(inside)
+            text = template.encode(asked, context.ids[first : first + size])
+            inside = context.offsets[first : first + size]
+            before = text.starts[1]
+            after = len(text.ids) - text.starts[1] - len(inside)
             holds = answer is not None and first <= answer[0] and answer[1] < first + len(inside)
             labels = [token - first + before for token in answer] if answer is not None and holds else [0, 0]
             offsets = (*(None,) * before, *inside, *(None,) * after)

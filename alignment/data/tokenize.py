@@ -64,7 +64,8 @@ def tokenize_texts(rows: Sequence[Text], tokenizer: Tokenizer, max_length: int) 
     A longer text is cut into successive pieces. A piece after the first starts with the BOS where the tokenizer has
     one, else with the last token of the piece before: its first new token needs something to be predicted from.
     """
-    counts, examples = Tally(rows=len(rows)), []
+    counts = Tally(rows=len(rows))
+    examples = []
     bos = tokenizer.bos_token_id if adds_bos(tokenizer) else None
     for row, ids in zip(rows, chat.texts_ids(tokenizer, [row.text for row in rows]), strict=True):
         if len(ids) > max_length:
@@ -87,7 +88,8 @@ def tokenize_demonstrations(
     Raises:
         UserError: the chat template is missing or refuses rows; all refusals at once.
     """
-    counts, examples = Tally(rows=len(rows)), []
+    counts = Tally(rows=len(rows))
+    examples = []
     bos = tokenizer.bos_token_id
     prompts, responses = sides or DECODER
     is_whole = [bool(row.messages) and not row.apart and sides is None for row in rows]
@@ -135,7 +137,8 @@ def tokenize_responses(
     judgment contradicts itself. A pair with one response left, or a ranking with fewer than two, is dropped; `ordered`:
     also a ranking whose responses all tie, which says nothing about an order.
     """
-    counts, examples = Tally(rows=len(rows)), []
+    counts = Tally(rows=len(rows))
+    examples = []
     of_prompts, of_responses = sides or DECODER
     prompts = of_prompts(tokenizer, rows, counts)
     replies = [getattr(row, "messages", None) or replies_of(row) for row in rows]
@@ -206,7 +209,8 @@ def tokenize_steps(rows: Sequence[Steps], tokenizer: Tokenizer, max_length: int)
 
     Source: Uesato et al. 2022, arXiv:2211.14275; the layout of tokens is trl's stepwise supervision.
     """
-    counts, examples = Tally(rows=len(rows)), []
+    counts = Tally(rows=len(rows))
+    examples = []
     prompts = encode_prompts(tokenizer, rows, counts)
     pieces = [_steps(tokenizer, row, counts) for row in rows]
     encoded = encode_pieces(tokenizer, [piece for of_row in pieces for piece in of_row])
@@ -260,7 +264,8 @@ def tokenize_prompts(
     rows: Sequence[Prompt], tokenizer: Tokenizer, max_length: int, sides: Sides | None = None
 ) -> tuple[list[Example], Tally]:
     """Prompts of at most `max_length` tokens, longer ones without their beginning (the BOS stays)."""
-    counts, examples = Tally(rows=len(rows)), []
+    counts = Tally(rows=len(rows))
+    examples = []
     for row, ids in zip(rows, (sides or DECODER).prompts(tokenizer, rows, counts), strict=True):
         kept = truncate_prompt(ids, max_length, tokenizer.bos_token_id)
         cut = len(ids) > len(kept)
@@ -311,7 +316,8 @@ DECODER = Sides(encode_prompts, _responses)
 
 def _accepted(rows: Sequence[PromptedRow], encoded: Sequence[Encoded | UserError], counts: Tally) -> list[Encoded]:
     """The results, their notes counted; refusals are reported for all rows at once, the same refusal once with its rows."""
-    done, refused = list[Encoded](), dict[str, list[str]]()
+    done = list[Encoded]()
+    refused = dict[str, list[str]]()
     noted = list[tuple[str, str]]()
     for row, result in zip(rows, encoded, strict=True):
         if isinstance(result, UserError):

@@ -59,7 +59,8 @@ def vote_agreement(votes: Sequence[tuple[Label, Label]], clusters: Sequence[Hash
 
 def mean_figures(values: np.ndarray, clusters: Sequence[Hashable]) -> Figures:
     """Mean of values [n] +- 1.96 cluster-robust standard errors, None where unknown: `value`, `low`, `high`, `n`."""
-    mean, (error, _) = float(values.mean()), clustered_error(values, clusters)
+    mean = float(values.mean())
+    error, _ = clustered_error(values, clusters)
     low, high = (mean - Z_95 * error, mean + Z_95 * error) if error else (None, None)
     return {"value": mean, "low": low, "high": high, "n": len(values)}
 
@@ -126,7 +127,9 @@ def _coincidences(labels: Sequence[Sequence[Label]]) -> np.ndarray:
 
 def _chance_corrected(tables: np.ndarray, drawn: int, level: Level) -> np.ndarray:
     """1 - observed / expected disagreement of tables [..., labels, labels]; `drawn` 1: labels expected without replacement."""
-    rows, columns, n = tables.sum(-1)[..., :, None], tables.sum(-2)[..., None, :], tables.sum((-2, -1))
+    rows = tables.sum(-1)[..., :, None]
+    columns = tables.sum(-2)[..., None, :]
+    n = tables.sum((-2, -1))
     distance = 1 - np.eye(tables.shape[-1])
     if level == "ordinal":  # labels between two, both ends counting half
         middle = rows.cumsum(-2) - rows / 2
@@ -145,7 +148,8 @@ def _with_interval(
         return {"value": None, "low": None, "high": None, "n": 0}
     number = cluster_numbers(kept if clusters is None else [clusters[i] for i in kept])
     sums = np.array([np.bincount(number, cell) for cell in tables[kept].reshape(len(kept), -1).T])  # [cells, clusters]
-    rng, count = np.random.default_rng(0), sums.shape[-1]
+    rng = np.random.default_rng(0)
+    count = sums.shape[-1]
     draws = [sums @ np.bincount(rng.integers(count, size=count), minlength=count) for _ in range(DRAWS) if count > 1]
     with np.errstate(divide="ignore", invalid="ignore"):  # no disagreement is expected of a single label
         totals = np.array([tables.sum(0).ravel(), *draws]).reshape(-1, *tables.shape[1:])

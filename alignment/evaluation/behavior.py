@@ -45,14 +45,16 @@ from alignment.settings import (
 )
 
 DECLINED = r"(?:help|assist|provide|answer|give|share|tell|do|comply|offer|create|write|discuss|support|explain|advise)"
-REFUSALS = "(?i)" + "|".join([  # phrases that decline, in the first person; one can stand in a response that does not
-    r"\bI(?:['’]m| am) (?:\w+ )?(?:sorry|afraid)\b",
-    r"\b(?:I|we) (?:\w+ly |just |must )?(?:apologi[sz]e|decline|refuse)\b",
-    rf"\b(?:I|we) (?:\w+ly |just )?(?:can(?:['’]t|not| not)|won['’]t|will not) (?:\w+ly )?{DECLINED}\b",
-    r"\b(?:I(?:['’]m| am)|we(?:['’]re| are)) (?:\w+ly )?(?:not able|unable) to\b",
-    r"\bas an? (?:AI|(?:large )?language model)\b",
-    r"\bagainst (?:my|our) (?:\w+ )?(?:guidelines|policy|policies|principles|rules)\b",
-])  # fmt: skip
+REFUSALS = "(?i)" + "|".join(
+    [  # phrases that decline, in the first person; one can stand in a response that does not
+        r"\bI(?:['’]m| am) (?:\w+ )?(?:sorry|afraid)\b",
+        r"\b(?:I|we) (?:\w+ly |just |must )?(?:apologi[sz]e|decline|refuse)\b",
+        rf"\b(?:I|we) (?:\w+ly |just )?(?:can(?:['’]t|not| not)|won['’]t|will not) (?:\w+ly )?{DECLINED}\b",
+        r"\b(?:I(?:['’]m| am)|we(?:['’]re| are)) (?:\w+ly )?(?:not able|unable) to\b",
+        r"\bas an? (?:AI|(?:large )?language model)\b",
+        r"\bagainst (?:my|our) (?:\w+ )?(?:guidelines|policy|policies|principles|rules)\b",
+    ]
+)
 
 Judged = tuple[BehaviorCase, CaseResult]
 
@@ -99,29 +101,46 @@ class BehaviorConfig(Settings):
     examples: NonNegativeInt = 5
 
     RULES = (
-        Rule("classifier", lambda c: sum(map(bool, (c.classifier, c.reward_model, c.policy))) != 1,
-             "or reward_model or policy must be given, one of the three"),
-        Rule("policy", lambda c: c.policy is None and (c.answers or c.sampling), "is needed for `answers` and `sampling`"),
+        Rule(
+            "classifier",
+            lambda c: sum(map(bool, (c.classifier, c.reward_model, c.policy))) != 1,
+            "or reward_model or policy must be given, one of the three",
+        ),
+        Rule(
+            "policy", lambda c: c.policy is None and (c.answers or c.sampling), "is needed for `answers` and `sampling`"
+        ),
         Rule("labels", lambda c: c.labels and not c.classifier, "are of a classifier; leave them out, or give one"),
-        Rule("neutral_label", lambda c: c.neutral_label is not None and not (c.classifier or c.answers),
-             "goes with `classifier` and `answers`"),
-        Rule("as_messages", lambda c: c.as_messages and not (c.answers or c.sampling), "goes with `answers` and `sampling`"),
+        Rule(
+            "neutral_label",
+            lambda c: c.neutral_label is not None and not (c.classifier or c.answers),
+            "goes with `classifier` and `answers`",
+        ),
+        Rule(
+            "as_messages",
+            lambda c: c.as_messages and not (c.answers or c.sampling),
+            "goes with `answers` and `sampling`",
+        ),
         Rule("weights", lambda c: c.classifier and c.weights.quantize, "quantizes no classifier; leave `quantize` out"),
         Rule("sampling", lambda c: c.answers and c.sampling, "does not go with `answers`; give one of them"),
-        Rule("patterns", lambda c: "; ".join(filter(None, (refusal(compile_pattern, one) for one in c.patterns.values())))),
-    )  # fmt: skip
+        Rule(
+            "patterns",
+            lambda c: "; ".join(filter(None, (refusal(compile_pattern, one) for one in c.patterns.values()))),
+        ),
+    )
 
 
 def run(config: BehaviorConfig) -> Path:
     """Run the tests and return `results.json`: for each test and capability the share of failed cases with its interval."""
     from alignment.evaluation.report.recipe_report import print_table  # matplotlib, which --help does not need
 
-    cases, output = read_cases(config.tests, config.expectations), Path(config.output)
+    cases = read_cases(config.tests, config.expectations)
+    output = Path(config.output)
     refuse_cases(config, cases)
     texts = list(dict.fromkeys(text for case in cases for text in case.examples))
     predictions = dict(zip(texts, predict_texts(config, texts), strict=True))
     judged = [(case, judge_case(case, [predictions[text] for text in case.examples])) for case in cases]
-    capabilities, tests = failure_rates(judged, "capability"), failure_rates(judged, "test")
+    capabilities = failure_rates(judged, "capability")
+    tests = failure_rates(judged, "test")
     failures = failed_cases(judged, predictions, config.examples)
     results = {
         "model": config.classifier or config.reward_model or config.policy,
@@ -251,7 +270,8 @@ def label_predictions(names: Sequence[str], logits: torch.Tensor, neutral: Label
 
 def predict_texts(config: BehaviorConfig, texts: Sequence[Text]) -> list[Prediction]:
     """The model's prediction for each text."""
-    names, own = given_labels(config), config.weights
+    names = given_labels(config)
+    own = config.weights
     source = config.classifier or config.reward_model or str(config.policy)
     if config.classifier:
         logits = classify(source, texts, max_length=config.max_length, dtype=config.weights.dtype)

@@ -67,11 +67,17 @@ class BehaviorCase(Settings):
     RULES = (
         Rule("label", lambda c: c.type == "MFT" and c.label == [], "must be given for MFT: the label, or a list"),
         Rule("change", lambda c: (c.type == "DIR") != (c.change is not None), "goes with DIR, which needs one"),
-        Rule("examples", lambda c: len(c.examples) < (1 if c.type == "MFT" else 2),
-             "must be a list of texts: one at least, of INV and DIR two, the original first"),
-        Rule("fill", lambda c: np.prod([float(len(own)) for own in c.fill.values()]) > MAX_COMBINATIONS,
-             f"must have at most {MAX_COMBINATIONS} combinations; shorten the lists"),
-    )  # fmt: skip
+        Rule(
+            "examples",
+            lambda c: len(c.examples) < (1 if c.type == "MFT" else 2),
+            "must be a list of texts: one at least, of INV and DIR two, the original first",
+        ),
+        Rule(
+            "fill",
+            lambda c: np.prod([float(len(own)) for own in c.fill.values()]) > MAX_COMBINATIONS,
+            f"must have at most {MAX_COMBINATIONS} combinations; shorten the lists",
+        ),
+    )
 
     @property
     def accepted(self) -> list[str]:
@@ -87,7 +93,8 @@ def read_cases(sources: Sequence[str], expectations: str | None = None) -> list[
         expectations: YAML file, name of a test -> keys of a case that the rows of that test lack.
     """
     rules = {row.values["test"]: row for row in _read_rows(expectations)} if expectations else {}
-    cases, problems = list[BehaviorCase](), list[str]()
+    cases = list[BehaviorCase]()
+    problems = list[str]()
     for row in chain.from_iterable(map(_read_rows, sources)):
         given = {key: value for key, value in row.values.items() if value is not None and key not in NOT_READ}
         rule = rules.get(str(given.get("test")), SourcedYaml({}))

@@ -57,15 +57,18 @@ def corrected_win_rate(
     judge, people = (np.array([row[k] for row in rows], float) for k in (0, 1))  # people: NaN without a label
     cluster = cluster_numbers([row[2] for row in rows])
     known = ~np.isnan(people)
-    n, others = int(known.sum()), int((~known).sum())
+    n = int(known.sum())
+    others = int((~known).sum())
     apart = len(np.unique(cluster[~known])) > 1  # of one cluster no spread is known
     if len(np.unique(cluster[known])) < MIN_LABELS:
         raise UserError(
             f"a corrected win rate needs at least {MIN_LABELS} labels of people on items that the judge has judged, in "
             f"as many clusters; found {n} among {len(rows)} items, in {len(np.unique(cluster[known]))} clusters"
         )
-    y, f = people[known], judge[known]
-    variance, covariance = judge.var(ddof=1), float(((y - y.mean()) * (f - f.mean())).mean())
+    y = people[known]
+    f = judge[known]
+    variance = judge.var(ddof=1)
+    covariance = float(((y - y.mean()) * (f - f.mean())).mean())
     weight = float(np.clip(covariance / variance / (1 + n / others), 0, 1)) if apart and variance > 0 else 0.0
     (alone, wide), (powered, narrow) = (_powered(judge, people, each, cluster) for each in (0.0, weight))
     spread = math.sqrt(float(y.var() * f.var()))
@@ -132,8 +135,11 @@ def _powered(judge: np.ndarray, people: np.ndarray, weight: float, cluster: np.n
     from scipy.special import stdtrit  # Student's quantiles, without the two seconds of scipy.stats
 
     known = ~np.isnan(people)
-    rest, others = people[known] - weight * judge[known], weight * judge[~known]
-    n, fitted = len(rest), 1 + (weight > 0)  # the mean, and the weight
+    rest = people[known] - weight * judge[known]
+    others = weight * judge[~known]
+    # the mean, and the weight
+    n = len(rest)
+    fitted = 1 + (weight > 0)
     parts = np.zeros(len(judge))
     parts[known] = (rest - rest.mean()) / math.sqrt(n * (n - fitted))
     if weight:
@@ -160,16 +166,23 @@ def _rogan_gladen(judge: np.ndarray, people: np.ndarray, cluster: np.ndarray) ->
     from scipy.special import stdtrit
 
     known = ~np.isnan(people)
-    y, f, others = people[known], judge[known], judge[~known]
-    won, lost, middle = y == WIN, y == LOSS, (y != WIN) & (y != LOSS)
+    y = people[known]
+    f = judge[known]
+    others = judge[~known]
+    won = y == WIN
+    lost = y == LOSS
+    middle = (y != WIN) & (y != LOSS)
     if not won.any() or not lost.any():
         return None
-    bottom, slope = f[lost].mean(), f[won].mean() - f[lost].mean()
+    bottom = f[lost].mean()
+    slope = f[won].mean() - f[lost].mean()
     between = middle * (f - bottom - slope * y)
     level = others.mean() - bottom - between.mean()
-    tops, bottoms = won * (f - bottom - slope) / won.mean(), lost * (f - bottom) / lost.mean()
+    tops = won * (f - bottom - slope) / won.mean()
+    bottoms = lost * (f - bottom) / lost.mean()
     # what `level` and `slope` owe to each item
-    parts, n = np.zeros((2, len(judge))), len(y)
+    parts = np.zeros((2, len(judge)))
+    n = len(y)
     errors = (middle * y).mean() * tops + (middle * (1 - y)).mean() * bottoms - bottoms - between + between.mean()
     parts[:, known] = np.array([errors, bottoms - tops]) / math.sqrt(n * max(n - 3, 1))
     parts[0, ~known] = (others - others.mean()) / len(others)
@@ -179,7 +192,9 @@ def _rogan_gladen(judge: np.ndarray, people: np.ndarray, cluster: np.ndarray) ->
     covariance = sums @ sums.T + np.array([[half_lost, -half_lost], [-half_lost, half_lost + half_won]])
     quantile = float(stdtrit(max(len(np.unique(cluster[known])) - 3, 1), 0.975))
     (level_level, cross), (_, slope_slope) = quantile**2 * covariance
-    square, linear, constant = slope**2 - slope_slope, -(level * slope + cross), level**2 - level_level
+    square = slope**2 - slope_slope
+    linear = -(level * slope + cross)
+    constant = level**2 - level_level
     if slope <= 0 or square <= 0:
         return None
     root = math.sqrt(max(linear**2 - square * constant, 0.0))

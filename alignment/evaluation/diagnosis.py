@@ -107,7 +107,8 @@ def settings_to_try(run: RunLog, advice: Sequence[Advice]) -> tuple[Advice, ...]
     """The settings whose key the run's config has and whose value differs from the run's."""
     found = []
     for each in advice:
-        value, now = each.value, run.setting(each.key)
+        value = each.value
+        now = run.setting(each.key)
         if isinstance(value, Times):
             number = max(float(f"{run.number(each.key, 0) * value.factor:.3g}"), value.least)
             value = int(number) if isinstance(now, int) else number
@@ -149,7 +150,8 @@ def gradient_spikes(_: RunLog, norms: Series) -> bool:
 
 def kl_negative(run: RunLog, kl: Series) -> bool:
     """The estimated KL stays further below 0 than its noise, though a KL is never negative."""
-    k3, low = run.series.get("kl_k3"), float(kl.windows.min())
+    k3 = run.series.get("kl_k3")
+    low = float(kl.windows.min())
     responses = run.number("training.batch_size", 32) * run.number("responses_per_prompt", 1) * kl.width
     return low < least_kl(k3.last if k3 is not None else abs(low), responses)
 
@@ -200,11 +202,14 @@ def unmoved(_: RunLog, *rewards: Series) -> bool:
 
 # The table
 
-SAMPLED, PAIRS = ("ppo", "online_dpo", "distill"), ("dpo", "reward")
+SAMPLED = ("ppo", "online_dpo", "distill")
+PAIRS = ("dpo", "reward")
 ALL = (*SAMPLED, *PAIRS, "rows")
 RATE = "optim.learning_rate"
-THIRD, HALF = Advice(RATE, Times(1 / 3), "a third of the step"), Advice(RATE, Times(0.5), "half the step")
-FIVE_TIMES, TEN_TIMES = Advice(RATE, Times(5), "five times the step"), Advice(RATE, Times(10), "ten times the step")
+THIRD = Advice(RATE, Times(1 / 3), "a third of the step")
+HALF = Advice(RATE, Times(0.5), "half the step")
+FIVE_TIMES = Advice(RATE, Times(5), "five times the step")
+TEN_TIMES = Advice(RATE, Times(10), "ten times the step")
 WARMUP = Advice("optim.warmup_steps", Times(2, 20), "small steps at first")
 LENGTH = Advice("data.max_length", Times(2), "nothing that matters is cut")
 PENALTY = Advice("kl_coef", Times(2, 0.02), "twice the penalty")
@@ -212,9 +217,11 @@ TARGET_KL = Advice("target_kl", 0.02, "ends the passes over a rollout once the p
 TEMPERATURE = Advice("temperature", 1.0, "samples that differ")
 END_PENALTY = Advice("missing_end_penalty", Times(2, 1.0), "a response that reaches the limit loses")
 OVERFLOW_ADVICE = (
-    THIRD, Advice("optim.max_grad_norm", 1.0, "bounds the gradient of an update"), WARMUP,
+    THIRD,
+    Advice("optim.max_grad_norm", 1.0, "bounds the gradient of an update"),
+    WARMUP,
     Advice("training.precision", "fp32", "a wider range, to find out whether the type is to blame"),
-)  # fmt: skip
+)
 SYMPTOMS = (  # a cause of others comes before them
     Symptom(
         "gradient spikes", ALL, {"grad_norm": gradient_spikes},

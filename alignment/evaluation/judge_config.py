@@ -38,10 +38,15 @@ class EndpointConfig(ServiceSpec):
     output_price: NonNegativeFloat | None = None
 
     RULES = (
-        Rule("logprobs", lambda c: c.logprobs and c.reasons, "reads the first token, where reasons would begin; take one"),
-        Rule("input_price", lambda c: (c.input_price is None) != (c.output_price is None),
-             "and output_price must be given together"),
-    )  # fmt: skip
+        Rule(
+            "logprobs", lambda c: c.logprobs and c.reasons, "reads the first token, where reasons would begin; take one"
+        ),
+        Rule(
+            "input_price",
+            lambda c: (c.input_price is None) != (c.output_price is None),
+            "and output_price must be given together",
+        ),
+    )
 
     def cost(self, input_tokens: int, output_tokens: int) -> float | None:
         """The price of so many tokens; None where no prices are given."""
@@ -88,21 +93,35 @@ class JudgeConfig(Settings):
     weights: WeightsConfig = field(default_factory=WeightsConfig)
 
     RULES = (
-        Rule("judge", lambda c: c.judge is None,
-             "is missing; say who judges: judge=reward_model with reward_model=DIR (one that no policy was trained against), "
-             "judge=model with judge_model=DIR (a language model), judge=endpoint with endpoint.url and endpoint.model, "
-             "judge=verdicts with verdicts=FILE (filled in by people), or judge=longer (the longer response wins); "
-             "judge=gold is for prompts of the generated hotel world alone"),
-        Rule("reward_model", lambda c: c.judge == "reward_model" and c.reward_model is None and not c.reward_models,
-             "must be a directory, the judge's"),
-        Rule("reward_models", lambda c: c.reward_models and (c.judge != "reward_model" or len(set(c.reward_models)) < 2),
-             "are two or more different directories, for judge=reward_model"),
+        Rule(
+            "judge",
+            lambda c: c.judge is None,
+            "is missing; say who judges: judge=reward_model with reward_model=DIR (one that no policy was trained against), "
+            "judge=model with judge_model=DIR (a language model), judge=endpoint with endpoint.url and endpoint.model, "
+            "judge=verdicts with verdicts=FILE (filled in by people), or judge=longer (the longer response wins); "
+            "judge=gold is for prompts of the generated hotel world alone",
+        ),
+        Rule(
+            "reward_model",
+            lambda c: c.judge == "reward_model" and c.reward_model is None and not c.reward_models,
+            "must be a directory, the judge's",
+        ),
+        Rule(
+            "reward_models",
+            lambda c: c.reward_models and (c.judge != "reward_model" or len(set(c.reward_models)) < 2),
+            "are two or more different directories, for judge=reward_model",
+        ),
         Rule("judge_model", lambda c: c.judge == "model" and c.judge_model is None, "must be a directory, the judge's"),
-        Rule("endpoint", lambda c: c.judge == "endpoint" and c.endpoint is None, "must be a section with url and model"),
+        Rule(
+            "endpoint", lambda c: c.judge == "endpoint" and c.endpoint is None, "must be a section with url and model"
+        ),
         Rule("verdicts", lambda c: c.judge == "verdicts" and c.verdicts is None, "must be a file, of the verdicts"),
-        Rule("judge_template", lambda c: c.ties and is_rubric(TEMPLATES.get(c.judge_template, "")),
-             "{self.judge_template} rates one response, and has no ties of its own; leave ties out"),
-    )  # fmt: skip
+        Rule(
+            "judge_template",
+            lambda c: c.ties and is_rubric(TEMPLATES.get(c.judge_template, "")),
+            "{self.judge_template} rates one response, and has no ties of its own; leave ties out",
+        ),
+    )
 
     @property
     def judging_models(self) -> tuple[str, ...]:
@@ -180,22 +199,43 @@ class WinRateConfig(JudgeConfig):
     chat_template: str | None = None
 
     RULES = (
-        Rule("models", lambda c: [] in c.models.values() or len(c.seed_counts) > 1,
-             "has lists of different lengths, {self.models}; give each list one checkpoint for each of the same seeds"),
+        Rule(
+            "models",
+            lambda c: [] in c.models.values() or len(c.seed_counts) > 1,
+            "has lists of different lengths, {self.models}; give each list one checkpoint for each of the same seeds",
+        ),
         Rule("baseline", lambda c: c.baseline not in c.contestants, "{self.baseline!r} is not among the models"),
-        Rule("reference", lambda c: c.measured_from not in (None, *c.models),
-             "{self.reference!r} is not among the models"),
-        Rule("comparisons", lambda c: c.comparisons is not None and c.measured_from is None,
-             "are measured from a reference; name one among the models"),
-        Rule("best_of", lambda c: [name for name in c.best_of if name in c.models],
-             "has names of models too, {found}; take others"),
-        Rule("response_files", lambda c: len(set(c.contestants)) < len(c.contestants),
-             "and endpoints have names of other contestants too; take others"),
-        Rule("best_of", lambda c: [own.policy for own in c.best_of.values() if own.policy not in c.models],
-             "names policies that are not among the models: {found}"),
-        Rule("best_of", lambda c: c.best_of and c.temperature == 0,
-             "needs a temperature above 0: the n responses to a prompt would all be the same"),
-    )  # fmt: skip
+        Rule(
+            "reference",
+            lambda c: c.measured_from not in (None, *c.models),
+            "{self.reference!r} is not among the models",
+        ),
+        Rule(
+            "comparisons",
+            lambda c: c.comparisons is not None and c.measured_from is None,
+            "are measured from a reference; name one among the models",
+        ),
+        Rule(
+            "best_of",
+            lambda c: [name for name in c.best_of if name in c.models],
+            "has names of models too, {found}; take others",
+        ),
+        Rule(
+            "response_files",
+            lambda c: len(set(c.contestants)) < len(c.contestants),
+            "and endpoints have names of other contestants too; take others",
+        ),
+        Rule(
+            "best_of",
+            lambda c: [own.policy for own in c.best_of.values() if own.policy not in c.models],
+            "names policies that are not among the models: {found}",
+        ),
+        Rule(
+            "best_of",
+            lambda c: c.best_of and c.temperature == 0,
+            "needs a temperature above 0: the n responses to a prompt would all be the same",
+        ),
+    )
 
     @property
     def contestants(self) -> list[str]:

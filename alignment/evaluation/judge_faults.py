@@ -51,19 +51,23 @@ def comparison_figures(
     prompts: Sequence[Prompt], ours: Sequence[str], baseline: Sequence[str], result: JudgeResult
 ) -> dict[str, Any]:
     """Statistics beyond the rate: at equal length, by a sign test, and the difference that so many prompts can show."""
-    rate, contradictory = result.win_rate, int(result.inconsistent["count"])  # these say nothing
+    rate = result.win_rate
+    contradictory = int(result.inconsistent["count"])  # these say nothing
     columns = zip(ours, baseline, result.verdicts, result.contradictory, strict=True)
     judged = [(verdict, len(a), len(b), toss) for a, b, verdict, toss in columns if verdict is not None]
     *sides, tossed = zip(*judged, strict=True)
     clusters = judged_prompts(prompts, result.verdicts)
-    equal, why = None, "the judge's two orders contradict each other too often"
+    equal = None
+    why = "the judge's two orders contradict each other too often"
     if result.inconsistent["rate"] <= COIN:
         try:
-            equal, why = length_controlled_win_rate(*sides, clusters=clusters, contradictory=tossed), None
+            equal = length_controlled_win_rate(*sides, clusters=clusters, contradictory=tossed)
+            why = None
         except UserError as error:  # such as responses of one length, or too few of them
             why = str(error)
     leads = np.bincount(cluster_numbers(clusters), np.subtract(sides[0], TIE))  # each prompt votes once
-    known, ties = rate.n - contradictory, max(rate.ties - contradictory, 0)
+    known = rate.n - contradictory
+    ties = max(rate.ties - contradictory, 0)
     share = (rate.effective or rate.n) / rate.n  # of independent items
     return {
         "length_controlled": equal and asdict(equal),
@@ -75,7 +79,8 @@ def comparison_figures(
 
 def position_warnings(name: str, result: JudgeResult) -> list[str]:
     """A warning where the judge prefers a position and not a response, or its verdicts are tosses of a coin."""
-    first, contradictory = result.position_bias, result.inconsistent
+    first = result.position_bias
+    contradictory = result.inconsistent
     both = f"its two orders contradict each other on {contradictory['count']} of {contradictory['n']} items, which decide nothing"
     if not first["low"] <= TIE <= first["high"]:
         place = "first" if first["rate"] > TIE else "second"
@@ -91,7 +96,8 @@ def position_warnings(name: str, result: JudgeResult) -> list[str]:
 
 def length_warnings(name: str, result: JudgeResult) -> list[str]:
     """A warning where the longer or the shorter response wins nearly always, which may be the judge's taste."""
-    longer, slope = result.longer_preferred, result.length_slope
+    longer = result.longer_preferred
+    slope = result.length_slope
     if longer is None or (longer["high"] >= 1 - BY_LENGTH and longer["low"] <= BY_LENGTH):
         return []
     side, share = ("longer", longer["rate"]) if longer["rate"] > TIE else ("shorter", 1 - longer["rate"])
@@ -103,7 +109,8 @@ def length_warnings(name: str, result: JudgeResult) -> list[str]:
 
 def parent_warnings(config: WinRateConfig, hashes: Mapping[str, str | None]) -> list[str]:
     """A warning for each judging model that a contestant is, was trained from or against, or was chosen by."""
-    kinship, warnings = KINSHIP[config.judge == "reward_model"], list[str]()
+    kinship = KINSHIP[config.judge == "reward_model"]
+    warnings = list[str]()
     for source in config.judging_models:
         kin = [name for name in [*config.models, *config.best_of] if hashes[source] in _origins(config, name, hashes)]
         if hashes[source] is not None and kin:

@@ -172,7 +172,8 @@ def agreement_figures(voted: Judged) -> Figures:
     found = {}
     for name, compared in rows.items():
         known = [row for row in compared if None not in row]
-        votes, clusters = [row[1:] for row in known], [item.cluster for item, *_ in known]
+        votes = [row[1:] for row in known]
+        clusters = [item.cluster for item, *_ in known]
         raters = [one for one, _ in votes], [other for _, other in votes]
         kappa = fleiss_kappa(votes, clusters) if name == "two people" else cohen_kappa(*raters, clusters)
         found[name] = {**vote_agreement(votes, clusters), "kappa": kappa}
@@ -205,7 +206,9 @@ def win_rate_figures(judged: Judged, width: float) -> Figures:
     It is at most that of half an item's disagreement, and None with fewer than five labeled clusters; `unlabeled` are the
     pairs of models with fewer.
     """
-    pairs, rest, unlabeled = dict[str, Figures](), list[np.ndarray](), list[str]()
+    pairs = dict[str, Figures]()
+    rest = list[np.ndarray]()
+    unlabeled = list[str]()
     for pair in sorted({item.pair for item, _ in judged}):
         rows = [row for row in judged if row[0].pair == pair]
         known = np.array([(verdict, item.mean_vote) for item, verdict in rows if item.votes]).reshape(-1, 2)
@@ -217,7 +220,8 @@ def win_rate_figures(judged: Judged, width: float) -> Figures:
             pairs[pair] = corrected_win_rate(*sides, [item.cluster for item, _ in rows])
     errors = [abs(figures["bias"]) for figures in pairs.values()]
     moments = np.concatenate(rest).T @ np.concatenate(rest)
-    people, scale = moments[1, 1] / max(sum(map(len, rest)), 1), (moments[0, 0] * moments[1, 1]) ** 0.5
+    people = moments[1, 1] / max(sum(map(len, rest)), 1)
+    scale = (moments[0, 0] * moments[1, 1]) ** 0.5
     correlation = max(float(moments[0, 1] / scale), 0.0) if scale else 0.0  # a judge who errs on purpose is not used
     clusters = len({item.cluster for item, _ in judged if item.votes})
     correlation = min(correlation, (1 - 0.5 / max(clusters, 1)) ** 0.5)
@@ -250,18 +254,28 @@ def show_results(path: Path, results: Figures) -> None:
     subsets = {name: figures["judge"] for name, figures in results["subsets"].items()}
     sections = [
         Section(
-            "agreement", "Agreement", "The judge with most people and with each, and beside it people among themselves, the "
+            "agreement",
+            "Agreement",
+            "The judge with most people and with each, and beside it people among themselves, the "
             "measure of all judges. Kappa and alpha are 0 for agreement by chance and 1 for no disagreement.",
-            tables=[table_of(results["agreement"]), table_of(subsets), table_of(results["alpha"], "Krippendorff's alpha")],
+            tables=[
+                table_of(results["agreement"]),
+                table_of(subsets),
+                table_of(results["alpha"], "Krippendorff's alpha"),
+            ],
         ),
-        Section("preferences", "Preferences", "What the judge prefers beyond what people do.", tables=[table_of(leans)]),
         Section(
-            "win_rates", "Win rates", "Win rate of the first model of each pair: by the judge on all items, by people's labels on "
+            "preferences", "Preferences", "What the judge prefers beyond what people do.", tables=[table_of(leans)]
+        ),
+        Section(
+            "win_rates",
+            "Win rates",
+            "Win rate of the first model of each pair: by the judge on all items, by people's labels on "
             "some, and corrected: the labels' rate with the judge's verdicts on the other items (prediction-powered). "
             "Rogan-Gladen's takes the judge's errors alone from the labels; a dash: they are too many, or too little known.",
             tables=[table_of(results["pairs"])],
         ),
-    ]  # fmt: skip
+    ]
     sentences = judge_sentences(results)
     sections = [section for section in sections if any(section.tables)]
     render_page(path, kind="judge", title=str(results["judge"]), summary=" ".join(sentences), sections=sections)
@@ -272,7 +286,9 @@ def show_results(path: Path, results: Figures) -> None:
 
 def judge_sentences(results: Figures) -> list[str]:
     """The meaning of the figures."""
-    judge, labels, error = results["agreement"]["judge"], results["labels"], results["error"]
+    judge = results["agreement"]["judge"]
+    labels = results["labels"]
+    error = results["error"]
     found = [
         f"Of {results['items']} items people have judged {results['labeled']}, {results['without_majority']} of them without a "
         f"majority; the judge failed on {results['failures']}."

@@ -125,8 +125,10 @@ def question_text(template: str, prompt: str | Messages, responses: Sequence[str
         prompt = "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in prompt)
     mark = mark_of([prompt, *responses])
     names = ("response",) if is_rubric(template) else ("first", "second")
-    fields = {name: f"--- {mark} {name} begins\n{text}\n--- {mark} {name} ends"
-              for name, text in zip(("prompt", *names), (prompt, *responses), strict=True)}  # fmt: skip
+    fields = {
+        name: f"--- {mark} {name} begins\n{text}\n--- {mark} {name} ends"
+        for name, text in zip(("prompt", *names), (prompt, *responses), strict=True)
+    }
     tie = ", C where neither is" if ties else ""
     ending = (REASONS if reasons else BRIEFLY) + (RATING if is_rubric(template) else PAIR.format(tie=tie))
     return "\n\n".join([DATA_NOTE.format(mark=mark), template.format(**fields), ending])

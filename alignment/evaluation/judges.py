@@ -104,7 +104,8 @@ def compare(
         orders = list(zip(verdicts[:n], verdicts[n:], strict=True))
         leads = [one + other - 1 for one, other in orders if one is not None and other is not None]
         contradictions = [None if one is None or other is None else one != 1 - other for one, other in orders]
-    count, twice = contradictions.count(True), n - contradictions.count(None)
+    count = contradictions.count(True)
+    twice = n - contradictions.count(None)
     shares = share_of([2 * each - 1 for each in contradictions if each is not None])
     inconsistent = {"count": count, **shares, "rate": count / twice if twice else 0.0}
     coins = [each is True and v == TIE for each, v in zip(contradictions, merged.verdicts, strict=True)]
@@ -127,7 +128,9 @@ def judged_prompts(prompts: Sequence[Prompt], verdicts: Sequence[Verdict]) -> li
 
 def share_of(leads: Sequence[float]) -> Figures:
     """A share from leads of 1 (won) to -1 (lost), with its 95 % interval; a half and no bounds where nothing was counted."""
-    n, wins, losses = len(leads), sum(max(lead, 0) for lead in leads), sum(max(-lead, 0) for lead in leads)
+    n = len(leads)
+    wins = sum(max(lead, 0) for lead in leads)
+    losses = sum(max(-lead, 0) for lead in leads)
     low, high = paired_interval(wins, losses, n) if n else (0.0, 1.0)
     return {"rate": (1 + (wins - losses) / n) / 2 if n else TIE, "low": low, "high": high, "n": n}
 
@@ -168,7 +171,8 @@ def length_effect(
     rows = np.array([(math.log2((a + 1) / (b + 1)), verdict) for a, b, verdict, _ in judged])
     x, y = (rows - rows.mean(0)).T
     if len(rows) > 2 and np.ptp(rows, 0).min() > 1e-9:
-        rate, scale = float(x @ y / (x @ x)), len(rows) / (x @ x)
+        rate = float(x @ y / (x @ x))
+        scale = len(rows) / (x @ x)
         tosses = float(((scale * x[coins]) ** 2).sum())
         error = Z_95 * clustered_error(scale * x * (y - rate * x), names, tosses=tosses)[0]
         if error > 1e-9:  # else it is not known, or nothing varies about the line
@@ -275,17 +279,20 @@ def _language_judge(
     config: JudgeConfig, log: RowLog, directory: Path | None, hashes: Mapping[str, str | None] | None
 ) -> LoggedJudge:
     template = load_template(config.judge_template)
-    service, rubric = config.endpoint if config.judge == "endpoint" else None, is_rubric(template)
+    service = config.endpoint if config.judge == "endpoint" else None
+    rubric = is_rubric(template)
     words = partial(question_text, template, ties=config.ties, reasons=service is not None and service.reasons)
     labels = RATINGS if rubric else {label: LABELS[label] for label in ("ABC" if config.ties else "AB")}
     question = Question(lambda call: words(call.prompt.prompt, call.responses), labels, config.tie_margin)
     if service is not None:
         check_key(service, service.model)
-        ask, name = ask_endpoint(service, question), f"endpoint {plain_url(service.url)} {service.model}"
+        ask = ask_endpoint(service, question)
+        name = f"endpoint {plain_url(service.url)} {service.model}"
         settings: list[object] = [service.url, service.model, service.max_tokens, service.logprobs, service.parameters]
     else:
         source = str(config.judge_model)
-        ask, name = ask_model(source, question, config.weights), f"model {source}"
+        ask = ask_model(source, question, config.weights)
+        name = f"model {source}"
         settings = [(hashes or parent_hashes([source]))[source], asdict(config.weights)]
     margin = config.tie_margin if (service is None or service.logprobs) and not rubric else None
     identity = hash_of([settings, words("", ("",) if rubric else ("", "")), margin])

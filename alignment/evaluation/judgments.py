@@ -88,7 +88,8 @@ def _problem(row: RawRow) -> str:
     values = row.values
     if values is None:
         return row.problem
-    verdict, probability = values.get("verdict"), values.get("probability")
+    verdict = values.get("verdict")
+    probability = values.get("probability")
     missing = [key for key in (*TEXTS, "verdict") if key not in values]
     texts = [*TEXTS, *(key for key in NAMES if values.get(key) is not None)]
     no_text = [key for key in texts if not isinstance(values.get(key), str)]
@@ -135,7 +136,8 @@ def whole_rows(path: Path, *, mend: bool = False) -> list[RawRow]:
 
     That is told on standard error. With `mend` it is taken out of the file, and the file ends with a line end.
     """
-    rows, data = list(json_line_rows(path)), b"" if path.suffix == ".gz" else path.read_bytes()
+    rows = list(json_line_rows(path))
+    data = b"" if path.suffix == ".gz" else path.read_bytes()
     if not rows or not data or data.endswith(b"\n"):
         return rows
     if rows[-1].values is None and (mend or len(rows) > 1):
@@ -156,7 +158,8 @@ class RowLog:
     """
 
     def __init__(self, path: Path | None = None, problem_of: Callable[[RawRow], str] = lambda row: row.problem):
-        self.path, self._lock = path, threading.Lock()
+        self.path = path
+        self._lock = threading.Lock()
         found = whole_rows(path, mend=True) if path is not None and path.is_file() else []
         raise_all(filter(None, map(problem_of, found)))
         self.rows: list[Mapping[str, object]] = [row.values for row in found if row.values is not None]

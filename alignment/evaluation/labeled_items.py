@@ -31,17 +31,27 @@ USUAL = {"first_model": ["model_a"], "second_model": ["model_b"], "cluster": ["c
 FORMS = {  # what is not as usual in rows that have this column
     "verdict": {
         **{name: [name] for name in ("id", "prompt", "first", "second", "first_model", "second_model", "subset")},
-        "label": ["verdict"], "annotator": ["judge"],
+        "label": ["verdict"],
+        "annotator": ["judge"],
     },
     "outcome": {"label": ["outcome"]},
     "winner": {"id": ["question_id", "turn"], "label": ["winner"], "annotator": ["judge"]},
-}  # fmt: skip
+}
 OURS = {*USUAL, *FORMS["verdict"], "pair"}
 SHARES = {"1": WIN, "1.0": WIN, "0.5": TIE, "0": LOSS, "0.0": LOSS}  # numbers in a column `verdict` or `outcome`
 WORDS = {
-    "first": WIN, "model_a": WIN, "left": WIN, "a": WIN, "tie": TIE, "draw": TIE, "both": TIE,
-    "second": LOSS, "model_b": LOSS, "right": LOSS, "b": LOSS,
-}  # fmt: skip
+    "first": WIN,
+    "model_a": WIN,
+    "left": WIN,
+    "a": WIN,
+    "tie": TIE,
+    "draw": TIE,
+    "both": TIE,
+    "second": LOSS,
+    "model_b": LOSS,
+    "right": LOSS,
+    "b": LOSS,
+}
 
 Values = Mapping[str, Any]  # of a row, by column
 
@@ -68,10 +78,13 @@ class LabelColumns(Settings):
     on_bad_row: OnBadRow = "error"
 
     RULES = (
-        Rule("columns", lambda c: ", ".join(sorted(c.columns.keys() - OURS)),
-             f"has no {{found}}; it has {', '.join(sorted(OURS))}"),
+        Rule(
+            "columns",
+            lambda c: ", ".join(sorted(c.columns.keys() - OURS)),
+            f"has no {{found}}; it has {', '.join(sorted(OURS))}",
+        ),
         Rule("annotators", lambda c: refusal(compile_pattern, c.annotators)),
-    )  # fmt: skip
+    )
 
 
 @dataclass
@@ -128,7 +141,8 @@ def add_items(source: str, config: LabelColumns, items: Items, *, by_judge: bool
 
 def _item_of(items: Items, vote: Judgment, subset: str) -> tuple[LabeledItem, bool]:
     """The item of a vote, known or new, and whether the vote has its sides in the other order."""
-    sides, models = [vote.first, vote.second], [vote.first_model or "", vote.second_model or ""]
+    sides = [vote.first, vote.second]
+    models = [vote.first_model or "", vote.second_model or ""]
     key = (vote.id, *sorted(models if all(models) else sides))
     # of two models the alphabet's order, in all their items
     swapped = models != sorted(models) if all(models) else key in items and items[key].first != vote.first
@@ -174,7 +188,8 @@ def read_votes(
     sides = ((WIN, "first_model"), (LOSS, "second_model"))
     usual_words = WORDS | {name.lower(): share for share, ours in sides for name in columns.get(ours, ())}
     way = "it is 1, 0.5, 0, a tie, or a model" if battles else "say in `values` what it stands for"
-    votes, problems = list[Judgment](), list[str]()
+    votes = list[Judgment]()
+    problems = list[str]()
     for at, values in rows:
         row = _row_of(at, values, columns)
         models = {str(model): share for share, ours in sides if (model := getattr(row, ours))}

@@ -183,7 +183,8 @@ def questions(items: Sequence[Label], judge: str, seed: int, repeats: float) -> 
         for item in sorted(items, key=lambda item: item.key)
     ]
     rng.shuffle(asked)
-    count, half = round(repeats * sum(len(each.responses) == 2 for each in asked)), len(asked) // 2
+    count = round(repeats * sum(len(each.responses) == 2 for each in asked))
+    half = len(asked) // 2
     early = [each.in_order((1, 0)) for each in asked[: len(asked) // 3] if len(each.responses) == 2]
     later = asked[half:] + [replace(each, repeat=True) for each in rng.sample(early, min(count, len(early)))]
     shown = asked[:half] + rng.sample(later, len(later))
@@ -203,12 +204,16 @@ class LabelSession:
             flags: that a response may be marked with.
         """
         rows = [RawRow(f"{path}:{number}", dict(row)) for number, row in enumerate(RowLog(path).rows, 1)]
-        labels, keys = labels_in(rows, judged=True), {item.key for item in items}
+        labels = labels_in(rows, judged=True)
+        keys = {item.key for item in items}
         if others := sum(label.key not in keys for label in labels):
             print(f"{path}: {others} labels are of other questions, and are left alone", file=sys.stderr)
         self.labels = {label.slot: label for label in labels if label.key in keys}
-        self.path, self.ratings, self.flags = path, ratings, flags
-        self.questions, self._lock = lru_cache(lambda judge: questions(items, judge, seed, repeats)), Lock()
+        self.path = path
+        self.ratings = ratings
+        self.flags = flags
+        self.questions = lru_cache(lambda judge: questions(items, judge, seed, repeats))
+        self._lock = Lock()
 
     def show(self, body: Values) -> JSON:
         """A question of the `annotator`, that of a `number` or the first that is open, and how far they are."""
@@ -224,7 +229,8 @@ class LabelSession:
         }
         if number == len(asked):
             return progress | {"report": agreement_lines(self.labels.values())}
-        question, earlier = asked[number], given[number]
+        question = asked[number]
+        earlier = given[number]
         return progress | {
             "prompt": question.prompt,
             "responses": question.responses,
@@ -320,6 +326,7 @@ def agreement_on(things: str, ours: Mapping[tuple[str, ...], float], theirs: Map
     pairs = [(ours[pair], theirs[pair]) for pair in sorted(ours.keys() & theirs.keys())]
     if not pairs:
         return f"; no {things} to compare"
-    equal, kappa = sum(a == b for a, b in pairs), cohen_kappa(*zip(*pairs, strict=True))["value"]
+    equal = sum(a == b for a, b in pairs)
+    kappa = cohen_kappa(*zip(*pairs, strict=True))["value"]
     chance = "" if kappa is None else f", kappa {kappa:.2f}"
     return f"; {equal} of {len(pairs)} {things} judged alike ({equal / len(pairs):.0%}{chance})"

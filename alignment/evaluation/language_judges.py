@@ -83,7 +83,8 @@ def ask_service(
         said = message_of(call)
         messages = [{"role": "user", "content": said}] if isinstance(said, str) else said
         given = {"model": service.model, "messages": messages, **settings, **service.parameters}
-        body, started = json.dumps({key: value for key, value in given.items() if value is not None}), time.monotonic()
+        body = json.dumps({key: value for key, value in given.items() if value is not None})
+        started = time.monotonic()
         try:
             received = send_json(service, body.encode())
         except RequestFailed as error:
@@ -171,8 +172,10 @@ def ask_model(source: str, question: Question, weights: WeightsConfig) -> Ask:
         return LanguageScorer(model, load_tokenizer(source))
 
     def ask(calls: Sequence[Call], done: Callable[[Call, JudgeAnswer], bool]) -> None:
-        scorer, names = load(), list(question.labels)
-        tokenizer, chat = scorer.tokenizer, scorer.tokenizer.chat_template is not None
+        scorer = load()
+        names = list(question.labels)
+        tokenizer = scorer.tokenizer
+        chat = scorer.tokenizer.chat_template is not None
         heads = [
             prompt_ids(tokenizer, [{"role": "user", "content": text}] if chat else f"{text}\n\nAnswer:")
             for text in map(question.text, calls)

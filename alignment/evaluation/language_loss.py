@@ -43,7 +43,8 @@ class LanguageLoss:
 def language_loss(model: Model, batches: Iterable[Ragged], *, text_bytes: int | None = None) -> LanguageLoss:
     """Loss of a language model over ragged batches, averaged over target tokens; `text_bytes` is the size of their UTF-8 text."""
     device = next(model.parameters()).device
-    total, tokens = torch.zeros((), dtype=torch.float64), 0
+    total = torch.zeros((), dtype=torch.float64)
+    tokens = 0
     with evaluation_mode(model):
         for batch in batches:
             log_probs = model(batch=batch.to(device)).log_probs
@@ -103,7 +104,8 @@ def loss_on_rows(source: str, rows: Sequence[Text], max_length: int, weights: We
 @torch.no_grad()
 def masked_log_probs(model: Model, documents: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]]) -> Tensor:
     """Log-probability of each document's masked tokens, their sum, nats, [n] float64 on the CPU; the model is in eval mode."""
-    totals, device = torch.zeros(len(documents), dtype=torch.float64), next(model.parameters()).device
+    totals = torch.zeros(len(documents), dtype=torch.float64)
+    device = next(model.parameters()).device
     start = start_token_of(model)
     for group in group_by_length([len(ids) for ids in documents], TOKENS_PER_FORWARD):
         batch = Ragged.build([documents[i] for i in group], [masks[i] for i in group])

@@ -65,7 +65,8 @@ def length_controlled_win_rate(
     optional = {} if difficulty is None else {"difficulty": difficulty}
     sides = {"lengths": lengths, "baseline_lengths": baseline_lengths}
     columns = _read_columns({"preferences": preferences, **sides, **optional})
-    outcomes, longer = columns["preferences"], columns["lengths"] - columns["baseline_lengths"]
+    outcomes = columns["preferences"]
+    longer = columns["lengths"] - columns["baseline_lengths"]
     features = {"length": _relative_lengths(longer)} | {key: columns[key] for key in columns if key == "difficulty"}
     design = np.column_stack([np.ones(len(outcomes)), *features.values()])
     check_clusters(clusters, design.shape[1], "a rate at equal length")
@@ -73,13 +74,15 @@ def length_controlled_win_rate(
     beliefs = np.array([(0.0, math.inf), *((prior or {}).get(name, (0.0, math.inf)) for name in features)])
     precision = np.diag(beliefs[:, 1] ** -2)
     fit = fit_outcomes(csr_array(design), outcomes, precision, center=beliefs[:, 0], contradictory=contradictory)
-    equal, coefficients = design * (np.arange(design.shape[1]) != 1), fit.coefficients[:-1]
+    equal = design * (np.arange(design.shape[1]) != 1)
+    coefficients = fit.coefficients[:-1]
     chances = expit(equal @ coefficients)
     # n times the derivative of the rate by the coefficients
     slope = np.append(equal.T @ (chances * (1 - chances)), 0.0)
     share = fit.inverse @ slope
     tosses = 4 * float(((fit.coins @ share) ** 2).sum())
-    rate, (error, _) = float(chances.mean()), clustered_error(chances + fit.scores @ share, clusters, tosses=tosses)
+    rate = float(chances.mean())
+    error, _ = clustered_error(chances + fit.scores @ share, clusters, tosses=tosses)
     if error == 0:
         raise UserError("preferences: all are ties, or the clusters do not differ: the error of a rate is not known")
     half = Z_95 * error / (rate * (1 - rate))
@@ -104,10 +107,20 @@ def _read_columns(given: Mapping[str, Sequence[float]]) -> dict[str, np.ndarray]
     columns = {name: np.asarray(values, float) for name, values in given.items()}
     n = len(columns["preferences"])
     outside = (np.abs(columns["preferences"] - 0.5) > 0.5).any()
-    raise_all([
-        *(f"{name} has {len(row)} rows where preferences has {n}" for name, row in columns.items() if len(row) != n),
-        *(f"{name} has values that are no numbers" for name, row in columns.items() if not np.isfinite(row).all()),
-        *(["preferences must be in [0, 1]: 1 where ours is preferred, 0 where the baseline is"] if outside else []),
-        *([f"a rate at equal length needs at least {FEWEST_ROWS} rows, and there are {n}"] if n < FEWEST_ROWS else []),
-    ])  # fmt: skip
+    raise_all(
+        [
+            *(
+                f"{name} has {len(row)} rows where preferences has {n}"
+                for name, row in columns.items()
+                if len(row) != n
+            ),
+            *(f"{name} has values that are no numbers" for name, row in columns.items() if not np.isfinite(row).all()),
+            *(["preferences must be in [0, 1]: 1 where ours is preferred, 0 where the baseline is"] if outside else []),
+            *(
+                [f"a rate at equal length needs at least {FEWEST_ROWS} rows, and there are {n}"]
+                if n < FEWEST_ROWS
+                else []
+            ),
+        ]
+    )
     return columns

@@ -90,7 +90,8 @@ class LoggedJudge:
         models: Sequence[tuple[str, str]] = (),
     ) -> list[Verdict]:
         """Verdicts for the responses shown first; equal responses tie without a call."""
-        sides, named = zip(first, second, strict=True), models or [()] * len(prompts)
+        sides = zip(first, second, strict=True)
+        named = models or [()] * len(prompts)
         return cast("list[Verdict]", self.values([Call(*each) for each in zip(prompts, sides, named, strict=True)]))
 
     def values(self, calls: Sequence[Call]) -> list[float | str | None]:
@@ -119,7 +120,8 @@ class LoggedJudge:
 
     def _make(self, missing: Mapping[str, Call], count: int) -> None:
         """Make the calls by their keys, of `count` that were looked up."""
-        calls, keys = list(missing.values()), {id(call): key for key, call in missing.items()}
+        calls = list(missing.values())
+        keys = {id(call): key for key, call in missing.items()}
         before = len(self.failures)
         allowed = before + self.max_failed_share * count
 
@@ -197,15 +199,26 @@ class LoggedJudge:
 
     def faults(self) -> list[str]:
         """In words: answers that cannot be read, calls without one, slow answers."""
-        usage, limit = self.usage(), self.service.timeout_seconds if self.service else 0.0
-        seconds, example = usage.get("median_seconds", 0.0), repr(usage.get("unread_example"))
+        usage = self.usage()
+        limit = self.service.timeout_seconds if self.service else 0.0
+        seconds = usage.get("median_seconds", 0.0)
+        example = repr(usage.get("unread_example"))
         told = [
-            (usage["unread"], f"{usage['unread']} of {usage['calls']} answers cannot be read, such as {example}; their items "
-                              "have no verdict"),
-            (usage["unanswered"], f"calls without an answer: {_counts(usage['unanswered'])}; the next start makes them again"),
-            (seconds > SLOW * limit, f"the judge is slow, {seconds:.1f} s in the median, of a time-out of {limit:g} s; raise "
-                                     "endpoint.timeout_seconds or lower endpoint.requests"),
-        ]  # fmt: skip
+            (
+                usage["unread"],
+                f"{usage['unread']} of {usage['calls']} answers cannot be read, such as {example}; their items "
+                "have no verdict",
+            ),
+            (
+                usage["unanswered"],
+                f"calls without an answer: {_counts(usage['unanswered'])}; the next start makes them again",
+            ),
+            (
+                seconds > SLOW * limit,
+                f"the judge is slow, {seconds:.1f} s in the median, of a time-out of {limit:g} s; raise "
+                "endpoint.timeout_seconds or lower endpoint.requests",
+            ),
+        ]
         return [f"{self.name}: {text}" for holds, text in told if holds]
 
 

@@ -63,7 +63,8 @@ class PeopleJudge:
     ) -> tuple[list[float], list[bool | None]]:
         """The lead of the text shown first in each verdict, -1 to 1; and of each pair whether somebody who saw both orders
         contradicts himself, None where nobody saw both."""
-        leads, contradictions = list[float](), list[bool | None]()
+        leads = list[float]()
+        contradictions = list[bool | None]()
         for here, turned in map(self.both_orders, shown_pairs(prompts, first, second)):
             leads += [2 * vote - 1 for vote in (*here.values(), *turned.values())]
             both = [here[person] + turned[person] != 1 for person in here if person in turned]
@@ -115,7 +116,9 @@ def file_judge(path: Path) -> PeopleJudge:
             is filled in. The judge raises it where the file holds none of the pairs that it is asked about.
     """
     path = Path(path)
-    rows, places, problems = read_judgments(path), dict[tuple[str, Pair], Judgment](), list[str]()
+    rows = read_judgments(path)
+    places = dict[tuple[str, Pair], Judgment]()
+    problems = list[str]()
     for row in rows:
         place = row.judge, (row.id, row.first, row.second)
         earlier = places.get(place, row)

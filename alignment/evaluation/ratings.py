@@ -106,7 +106,9 @@ def bradley_terry_ratings(
     refuse_unconnected(models, sides, outcomes)
     if ties != "half" and len(set(outcomes.tolist())) < 3:
         raise UserError(f"ties={ties} needs wins and ties among the outcomes; take ties=half")
-    n, size, effects = len(battles), len(models), dict(covariates or {})
+    n = len(battles)
+    size = len(models)
+    effects = dict(covariates or {})
     tossed = list(contradictory) or [False] * n
     _check_rows(n, effects | {"contradictory": tossed} | ({} if clusters is None else {"clusters": clusters}))
     design = csr_array((np.repeat([1.0, -1.0], n), (np.tile(np.arange(n), 2), sides.T.ravel())), shape=(n, size))
@@ -190,7 +192,8 @@ def refuse_unconnected(models: Sequence[str], sides: np.ndarray, outcomes: np.nd
     from scipy.sparse import csr_array
     from scipy.sparse.csgraph import connected_components
 
-    won, lost = outcomes > LOSS, outcomes < WIN
+    won = outcomes > LOSS
+    lost = outcomes < WIN
     edges = np.concatenate([sides[won], sides[lost][:, ::-1]])  # from a model to one that it won against, or tied with
     graph = csr_array((np.ones(len(edges)), edges.T), shape=(len(models),) * 2)
     advice = "add battles between the parts, or rate each part alone"
@@ -245,7 +248,8 @@ def _ranked(
 ) -> Ratings:
     """The ratings with the best model first; `figures` [K, 3] are each model's points and the bounds of their interval."""
     order = np.argsort(-figures[:, 0], kind="stable").tolist()
-    names, counts = [models[i] for i in order], np.bincount(sides.ravel(), minlength=len(models))
+    names = [models[i] for i in order]
+    counts = np.bincount(sides.ravel(), minlength=len(models))
     ranked = dict(zip(names, figures[order].tolist(), strict=True))
     return Ratings(
         {name: points for name, (points, _, _) in ranked.items()},

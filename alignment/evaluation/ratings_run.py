@@ -87,13 +87,23 @@ class RatingsConfig(Settings):
     seed: NonNegativeInt = 0
 
     RULES = (
-        Rule("battles", lambda c: (c.battles is None) == (c.tournament is None), "or a tournament must be given, one of them"),
-        Rule("columns", lambda c: [name for name in c.columns if name not in COLUMNS],
-             "are of model_a, model_b, outcome and cluster, not of {found}"),
-        Rule("covariates", lambda c: c.covariates and (c.method == "elo" or c.tournament is not None),
-             "are for method=bradley_terry and for battles of a file"),
+        Rule(
+            "battles",
+            lambda c: (c.battles is None) == (c.tournament is None),
+            "or a tournament must be given, one of them",
+        ),
+        Rule(
+            "columns",
+            lambda c: [name for name in c.columns if name not in COLUMNS],
+            "are of model_a, model_b, outcome and cluster, not of {found}",
+        ),
+        Rule(
+            "covariates",
+            lambda c: c.covariates and (c.method == "elo" or c.tournament is not None),
+            "are for method=bradley_terry and for battles of a file",
+        ),
         Rule("ties", lambda c: c.method == "elo" and c.ties != "half", "other than half are for method=bradley_terry"),
-    )  # fmt: skip
+    )
 
 
 class Row(NamedTuple):
@@ -144,10 +154,14 @@ def run(config: RatingsConfig) -> Path:
     results = {"method": config.method, "ties": config.ties, **counts, **rating_figures(ratings), **judging}
     write_figures(Path(config.output) / "results.json", results)
     table: list[dict[str, object]] = [
-        {"model": name, "rank": own["rank"], "rating": f"{own['rating']:.0f} [{own['low']:.0f}, {own['high']:.0f}]",
-         "battles": own["battles"]}
+        {
+            "model": name,
+            "rank": own["rank"],
+            "rating": f"{own['rating']:.0f} [{own['low']:.0f}, {own['high']:.0f}]",
+            "battles": own["battles"],
+        }
         for name, own in results["models"].items()
-    ]  # fmt: skip
+    ]
     _write_page(Path(config.output) / "ratings.html", ratings, [table, results["differences"]])
     print_table(table)
     print(f"{len(used)} battles used; {counts['unused']} not, which have no outcome, or a model of leave_out")
@@ -216,7 +230,9 @@ def read_battles(config: RatingsConfig) -> list[Row]:
         name: STYLE[name] if name in STYLE and _holds_texts(votes, cells) else float
         for name, cells in config.covariates.items()
     }
-    rows, places, problems = list[Row](), dict[tuple[str | None, ...], int](), list[str]()
+    rows = list[Row]()
+    places = dict[tuple[str | None, ...], int]()
+    problems = list[str]()
     for vote in votes:
         cluster = vote.extra["cluster"] or (vote.extra.get("id") if "verdict" in vote.extra else None)
         try:
@@ -279,8 +295,10 @@ def play_tournament(config: TournamentConfig, ratings: RatingsConfig) -> tuple[l
         if set(row["responses"]).difference(ratings.leave_out) != set(models)
     )
     prompts = [Prompt(row["prompt"], {}, row["id"]) for row in rows]
-    judge, battles = build_judge(config, Path(ratings.output)), list[Row]()
-    figures, warnings = dict[str, Any](), list[str]()
+    judge = build_judge(config, Path(ratings.output))
+    battles = list[Row]()
+    figures = dict[str, Any]()
+    warnings = list[str]()
     for one, other in itertools.combinations(models, 2):
         sides = [row["responses"][one] for row in rows], [row["responses"][other] for row in rows]
         judged = compare(prompts, *sides, judge, max_failed_share=config.max_failed_share, models=(one, other))

@@ -86,7 +86,8 @@ def outcome_log_probs(eta: Tensor, tau: Tensor, outcomes: Tensor, ties: Ties) ->
     tied = outcomes == TIE
     if ties == "davidson":
         return torch.where(tied, tau, (outcomes - TIE) * eta) - torch.stack([eta / 2, tau, -eta / 2]).logsumexp(0)
-    win, loss = -torch.logaddexp(tau - eta, torch.zeros_like(eta)), -torch.logaddexp(tau + eta, torch.zeros_like(eta))
+    win = -torch.logaddexp(tau - eta, torch.zeros_like(eta))
+    loss = -torch.logaddexp(tau + eta, torch.zeros_like(eta))
     return (outcomes >= TIE) * win + (outcomes <= TIE) * loss + tied * torch.expm1(2 * tau).log()
 
 
@@ -114,9 +115,11 @@ def fit_outcomes(
     from scipy.linalg import block_diag
     from scipy.sparse import block_array, csr_array, diags_array
 
-    n, fixed = len(outcomes), float(ties == "half")  # ties="half" holds the tie parameter, the last one, at 0
+    n = len(outcomes)
+    fixed = float(ties == "half")  # ties="half" holds the tie parameter, the last one, at 0
     columns = csr_array(block_array([[design, None], [None, np.full((n, 1), 1 - fixed)]]))  # of eta, then of tau
-    precision, middle = block_diag(penalty, fixed), np.append(np.zeros(len(penalty)) + center, 0.0)
+    precision = block_diag(penalty, fixed)
+    middle = np.append(np.zeros(len(penalty)) + center, 0.0)
     labels = torch.tensor(outcomes)
 
     def evaluate(b: np.ndarray) -> tuple[float, Tensor, Tensor]:
@@ -143,7 +146,8 @@ def fit_outcomes(
             return Fit(found, np.linalg.inv(precision + known), n, rows @ columns, coins, known)
         while not (nearer := evaluate(found + step))[0] >= height - 1e-9:
             step = step / 2
-        found, (height, each, points) = found + step, nearer
+        found = found + step
+        height, each, points = nearer
         if points[0].abs().max() > LARGEST_LOG_ODDS:
             break
     raise UserError(

@@ -36,7 +36,8 @@ from alignment.reward_model import RewardModel, load_reward_model
 from alignment.rewards.judge import check_key
 from alignment.training.run.lineage import differences
 
-RESPONSES, SAMPLING = "responses.jsonl", "sampling.json"
+RESPONSES = "responses.jsonl"
+SAMPLING = "sampling.json"
 OF_ONE_DRAW = ("seed:", "weights.")  # what a second start for people's verdicts may change: the responses are there
 # Column of a row -> attribute of `Generation`.
 COLUMNS = {"responses": "texts", "token_ids": "token_ids", "log_probs": "log_probs", "ended": "ended"}
@@ -51,7 +52,8 @@ def sample_or_read(
     config: WinRateConfig, prompts: list[Prompt], hashes: Mapping[str, str | None]
 ) -> tuple[list[Prompt], Responses]:
     """The prompts, under their rows' names when they were sampled, and every contestant's responses."""
-    output, template = Path(config.output), config.chat_template
+    output = Path(config.output)
+    template = config.chat_template
     source = {
         "prompts": hash_of([[prompt.prompt, prompt.tools] for prompt in prompts]),
         "models": {name: hashes[config.checkpoint(name)] for name in config.models},
@@ -151,7 +153,8 @@ def _best_of(
     config: WinRateConfig, own: BestOfConfig, scorer: "ResponseScorer", prompts: Sequence[Prompt]
 ) -> Generation:
     """For each prompt the one of n responses that a reward model scores highest; no draw is one of the policy's own response."""
-    n, repeated = own.samples, [prompt for prompt in prompts for _ in range(own.samples)]
+    n = own.samples
+    repeated = [prompt for prompt in prompts for _ in range(own.samples)]
     drawn = _sample(config, own.policy, repeated, first_row=len(prompts))
     scorer.add(repeated, [(config.checkpoint(own.policy), drawn)], config.chat_template)
     scores = scorer(repeated, drawn.texts)
@@ -192,7 +195,8 @@ def sample_responses(
     start = start_token_of(model)  # of an encoder-decoder, whose positions the responses have to themselves
     lengths = [(example.row_id, len(example.ids) if start is None else 1) for example in examples]
     check_lengths(model, lengths, way_out, max(sampling.max_new_tokens for sampling in samplings))
-    rows, found = range(first_row, first_row + len(examples)), []
+    rows = range(first_row, first_row + len(examples))
+    found = []
     for sampling in samplings:
         sampled = decode_responses(
             model,
@@ -302,8 +306,11 @@ def write_responses(
     if not (output / SAMPLING).exists():  # it says that the responses are ours, also after a kill between the two files
         write_json(output / SAMPLING, {})
     write_text(output / RESPONSES, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    present = {kind: {name: own for name, own in values.items() if name in responses}
-               for kind in KINDS if isinstance(values := source[kind], dict)}  # fmt: skip
+    present = {
+        kind: {name: own for name, own in values.items() if name in responses}
+        for kind in KINDS
+        if isinstance(values := source[kind], dict)
+    }
     write_json(output / SAMPLING, {**source, **present, RESPONSES: sha256(output / RESPONSES)})
 
 
@@ -322,7 +329,8 @@ def read_responses(output: Path, source: Mapping[str, object], *, by_people: boo
     if not (path.is_file() and (output / SAMPLING).is_file()):
         return [], {}
     earlier = read_json_object(output / SAMPLING)
-    form, now = earlier.pop("form", None), {**source, RESPONSES: sha256(path)}
+    form = earlier.pop("form", None)
+    now = {**source, RESPONSES: sha256(path)}
     changed = differences(earlier, now)
     others = [line for line in changed if not (by_people and line.startswith(OF_ONE_DRAW))]
     if others and form:
@@ -334,7 +342,8 @@ def read_responses(output: Path, source: Mapping[str, object], *, by_people: boo
         print("\n".join([f"{path}: sampled again, for this has changed:", *of_all]), file=sys.stderr)
         return [], {}
     rows = [row.values for row in json_line_rows(path) if row.values is not None]  # as written: the hash agrees
-    before, after = _contestants(earlier), _contestants(source)
+    before = _contestants(earlier)
+    after = _contestants(source)
     names = [name for name in (rows[0]["responses"] if rows else ()) if name in after and before[name] == after[name]]
     kept = f", in spite of {'; '.join(changed)}" if changed and not others else ""
     new = [name for name in after if name not in names]

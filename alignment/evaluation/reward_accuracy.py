@@ -90,11 +90,17 @@ class BestOfNConfig(Settings):
     chat_template: str | None = None
 
     RULES = (
-        Rule("judge_model", lambda c: c.judge == "reward_model" and c.judge_model is None,
-             "must be a directory with judge=reward_model"),
-        Rule("judge_model", lambda c: c.judge == "gold" and c.judge_model is not None,
-             "says nothing with judge=gold; set judge=reward_model"),
-    )  # fmt: skip
+        Rule(
+            "judge_model",
+            lambda c: c.judge == "reward_model" and c.judge_model is None,
+            "must be a directory with judge=reward_model",
+        ),
+        Rule(
+            "judge_model",
+            lambda c: c.judge == "gold" and c.judge_model is not None,
+            "says nothing with judge=gold; set judge=reward_model",
+        ),
+    )
 
 
 @dataclass(frozen=True)
@@ -128,14 +134,16 @@ def run(config: RewardEvalConfig) -> Path:
     """Accuracy of a reward model with its 95 % interval, ties counting half, that of the longer response, and its card."""
     from alignment.evaluation.report.reward_page import write_reward_page  # matplotlib, which --help does not need
 
-    output, (sources, tally) = Path(config.output), read_preferences(config.data)
+    output = Path(config.output)
+    sources, tally = read_preferences(config.data)
     prompts = _read_prompts(config.best_of_n) if config.best_of_n else []
     model = _load(config, config.weights.dtype)
     rows, counts = encode_preferences(sources, model, config.data.max_length)
     raise_all([] if rows else [f"{config.data.train}: no comparison is left to score"])
     lengths = [(row.record.row_id, len(ids)) for row in rows for ids in row.example.documents]
     check_lengths(model.model, lengths, "lower data.max_length")
-    groups, weights = score_preferences(rows, model), list(model.model.parameters())
+    groups = score_preferences(rows, model)
+    weights = list(model.model.parameters())
     card: Figures = {
         "reward_model": config.reward_model,
         "model": {
@@ -192,7 +200,8 @@ def read_preferences(data: DataConfig) -> tuple[list[tuple[str, list[Preference]
     found: list[tuple[str, list[Preference]]] = []
 
     def read(source: SourceConfig, left: int | None) -> ParsedRows[Preference]:
-        raw, names = list(read_raw(source.source, str(source.split))), source.columns or {}
+        raw = list(read_raw(source.source, str(source.split)))
+        names = source.columns or {}
         form = choose_row_format(source.source, raw, "comparisons", names)
         if form.columns != ("chosen", "rejected"):
             form = choose_row_format(source.source, raw, "rankings", names)
@@ -211,7 +220,8 @@ def encode_preferences(
 ) -> tuple[list[EncodedRow], Tally]:
     """The rows as the model reads them, an encoder's special tokens included; and the counts of dropped and cut rows."""
     encode = encode_responses if model.is_encoder else tokenize_responses
-    encoded, tally = [], Tally()
+    encoded = []
+    tally = Tally()
     for name, records in sources:
         examples, counts = encode(records, model.tokenizer, max_length, ordered=isinstance(records[0], Ranking))
         by_id = {record.row_id: record for record in records}
@@ -267,7 +277,8 @@ def _results(rows: Sequence[EncodedRow], groups: Sequence[ScoredGroup]) -> Figur
     """
     texts = [[len(text) for text in replies_of(row.record)] for row in rows]
     pairs = pairs_of([group._replace(lengths=lengths) for group, lengths in zip(groups, texts, strict=True)])
-    right, shorter = outcomes(pairs.margins), pairs.longer < 0
+    right = outcomes(pairs.margins)
+    shorter = pairs.longer < 0
 
     def clustered(verdicts: np.ndarray, prompts: np.ndarray) -> Figures:
         return asdict(win_rate(verdicts.tolist(), clusters=prompts.tolist()))
@@ -312,7 +323,8 @@ def _read_prompts(config: BestOfNConfig) -> list[Prompt]:
 
 def _sampled_curve(own: BestOfNConfig, weights: WeightsConfig, model: RewardModel, prompts: list[Prompt]) -> Figures:
     """The curve on a policy's samples."""
-    n, max_length = own.samples, own.prompts.max_length
+    n = own.samples
+    max_length = own.prompts.max_length
     [found] = sample_responses(
         own.policy,
         [prompt for prompt in prompts for _ in range(n)],
@@ -345,11 +357,14 @@ def sample_texts_evenly(
 ) -> tuple[list[Encoded], list[tuple[int, int]]]:
     """The texts of at most `count` rows, spread evenly over them, and the indices of each ordered pair among them."""
     drawn = {round(position) for position in np.linspace(0, len(rows) - 1, min(count, len(rows)))} if count else set()
-    texts, pairs = [], []
+    texts = []
+    pairs = []
     for number in sorted(drawn):
-        example, start = rows[number].example, len(texts)
+        example = rows[number].example
+        start = len(texts)
         texts += as_encoded(example, is_encoder)
-        ranks, positions = example.values["ranks"], range(len(example.documents))
+        ranks = example.values["ranks"]
+        positions = range(len(example.documents))
         pairs += [(start + a, start + b) for a in positions for b in positions if ranks[a] < ranks[b]]
     return texts, pairs
 
@@ -364,7 +379,8 @@ def scores_in_other_forms(model: RewardModel, texts: Sequence[Encoded]) -> dict[
 @torch.no_grad()
 def _padded_scores(model: RewardModel, texts: Sequence[Encoded], side: str) -> Tensor:
     """Raw scores of texts in rectangles of `PADDED_ROWS` rows with padding on one side, by each member, [n, k]."""
-    device, found = next(model.model.parameters()).device, []
+    device = next(model.model.parameters()).device
+    found = []
     for start in range(0, len(texts), PADDED_ROWS):
         group = texts[start : start + PADDED_ROWS]
         columns = (

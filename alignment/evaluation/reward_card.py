@@ -64,9 +64,16 @@ def clustered_rate(verdicts: np.ndarray, prompts: np.ndarray) -> Figures | None:
     clustered = f"Tango's of {found.effective:.1f} effective pairs, clustered by prompt"
     name = "Tango's score interval, pairs independent" if found.clusters == found.n else clustered
     return {
-        "rate": found.rate, "low": found.low, "high": found.high, "n": found.n, "wins": found.wins,
-        "losses": found.losses, "ties": found.ties, "prompts": found.clusters, "interval": name,
-    }  # fmt: skip
+        "rate": found.rate,
+        "low": found.low,
+        "high": found.high,
+        "n": found.n,
+        "wins": found.wins,
+        "losses": found.losses,
+        "ties": found.ties,
+        "prompts": found.clusters,
+        "interval": name,
+    }
 
 
 def accuracy_figures(groups: Sequence[ScoredGroup]) -> Figures:
@@ -98,7 +105,8 @@ def k_way_figures(groups: Sequence[ScoredGroup]) -> Figures | None:
 
     rows = []
     for group in groups:
-        scores, best = np.asarray(group.scores), np.asarray(group.ranks) == min(group.ranks)
+        scores = np.asarray(group.scores)
+        best = np.asarray(group.ranks) == min(group.ranks)
         tau = float(kendalltau(scores, [-rank for rank in group.ranks]).statistic)  # pyright: ignore
         # all scores equal: the order says nothing
         rows.append((best[scores == scores.max()].mean(), best.mean(), 0.0 if math.isnan(tau) else tau))
@@ -106,8 +114,13 @@ def k_way_figures(groups: Sequence[ScoredGroup]) -> Figures | None:
     prompts = len({group.prompt for group in groups})
     low, high = paired_interval(hits * prompts, (1 - hits) * prompts, prompts)  # without ties it is Wilson's
     return {
-        "groups": len(groups), "low": low, "high": high, "top_1": hits, "top_1_by_chance": chance, "kendall_tau_b": tau,
-    }  # fmt: skip
+        "groups": len(groups),
+        "low": low,
+        "high": high,
+        "top_1": hits,
+        "top_1_by_chance": chance,
+        "kendall_tau_b": tau,
+    }
 
 
 def reliability(margins: np.ndarray, *, bins: int = 10) -> Figures:
@@ -122,18 +135,21 @@ def reliability(margins: np.ndarray, *, bins: int = 10) -> Figures:
     """
     from scipy.special import expit
 
-    confidence, right = expit(np.abs(margins)), outcomes(margins)
+    confidence = expit(np.abs(margins))
+    right = outcomes(margins)
     number = np.minimum(((confidence - 0.5) * 2 * bins).astype(int), bins - 1)
     table = []
     for index in range(bins):
         inside = number == index
-        table.append({
-            "low": 0.5 + index / (2 * bins),
-            "high": 0.5 + (index + 1) / (2 * bins),
-            "pairs": int(inside.sum()),
-            "predicted": float(confidence[inside].mean()) if inside.any() else None,
-            "observed": float(right[inside].mean()) if inside.any() else None,
-        })  # fmt: skip
+        table.append(
+            {
+                "low": 0.5 + index / (2 * bins),
+                "high": 0.5 + (index + 1) / (2 * bins),
+                "pairs": int(inside.sum()),
+                "predicted": float(confidence[inside].mean()) if inside.any() else None,
+                "observed": float(right[inside].mean()) if inside.any() else None,
+            }
+        )
     error = sum(row["pairs"] * abs(row["observed"] - row["predicted"]) for row in table if row["pairs"]) / len(margins)
     return {"bins": table, "ece": error, "brier": float(((1 - expit(margins)) ** 2).mean())}
 
@@ -146,8 +162,10 @@ def length_figures(pairs: Pairs) -> Figures:
     length: one prompt has no spread to measure, nor have scores that follow from length. The correlation is that of both
     orders of every pair.
     """
-    x, y = pairs.longer / 100, pairs.margins
-    size, energy = float((x * x).sum()), float((y * y).sum())
+    x = pairs.longer / 100
+    y = pairs.margins
+    size = float((x * x).sum())
+    energy = float((y * y).sum())
     figures: Figures = {
         "chosen_longer": clustered_rate(outcomes(y[x > 0]), pairs.prompts[x > 0]),
         "chosen_shorter": clustered_rate(outcomes(y[x < 0]), pairs.prompts[x < 0]),

@@ -72,7 +72,8 @@ class Series(NamedTuple):
 
     def describe(self) -> str:
         """Beginning and end, and the range of the windows between: `0.34 -> 1.2, between 0.3 and 1.9`."""
-        low, high = self.windows.min(), self.windows.max()
+        low = self.windows.min()
+        high = self.windows.max()
         return f"{self.first:.3g} -> {self.last:.3g}, between {low:.3g} and {high:.3g}"
 
 

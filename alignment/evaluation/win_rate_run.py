@@ -154,7 +154,8 @@ def measure_responses(
     log_probs: Mapping[str, torch.Tensor],
 ) -> dict[str, Any]:
     """Lengths, gold parts, proxy score, KL from the reference and text loss of a contestant, with intervals of means."""
-    generation, count = responses[name], len(prompts)
+    generation = responses[name]
+    count = len(prompts)
     clusters = [str(prompt.prompt) for prompt in prompts]
     result: dict[str, Any] = {"response_characters": sum(map(len, generation.texts)) / count}
     if config.policy_of(name) is not None:
@@ -166,7 +167,8 @@ def measure_responses(
         result["gold_interval"] = mean_interval([gold.total for gold in golds], clusters)
     if scorer is not None:
         proxies = scorer(prompts, generation.texts)
-        result["proxy"], result["proxy_interval"] = sum(proxies) / count, mean_interval(proxies, clusters)
+        result["proxy"] = sum(proxies) / count
+        result["proxy_interval"] = mean_interval(proxies, clusters)
     as_it_is = config.temperature == 1 and config.top_p == 1 and config.measured_from is not None
     if config.policy_of(name) is None:
         return result
@@ -175,10 +177,12 @@ def measure_responses(
         return result | ({"kl": kl_bound(config.best_of[name].samples)} if bound else {})
     if name != config.measured_from and as_it_is and _shares_vocabulary(config, name):
         ratios = log_ratios(config, generation, prompts)
-        result["kl"], result["kl_interval"] = fmean(ratios), mean_interval(ratios, clusters)
+        result["kl"] = fmean(ratios)
+        result["kl_interval"] = mean_interval(ratios, clusters)
     if texts is not None and config.text is not None:
         loss = loss_on_rows(config.checkpoint(name), texts, config.text.max_length, config.weights)
-        result["language_loss"], result["bits_per_byte"] = loss.loss, loss.bits_per_byte
+        result["language_loss"] = loss.loss
+        result["bits_per_byte"] = loss.bits_per_byte
     if name in log_probs:
         result["pairs"] = compare_pairs(log_probs[name], log_probs[str(config.measured_from)])
     return result
@@ -208,8 +212,10 @@ def cut_warnings(config: WinRateConfig, models: Mapping[str, Mapping[str, float]
 
 def log_ratios(config: WinRateConfig, generation: Generation, prompts: list[Prompt]) -> list[float]:
     """log p - log p_ref of each whole response, nats; the mean over the model's own samples is the KL from the reference."""
-    source, responses = config.checkpoint(str(config.measured_from)), generation.token_ids
-    tokenizer, tokenize = load_tokenizer(source, config.chat_template), preparation_for(source, "prompts").tokenize
+    source = config.checkpoint(str(config.measured_from))
+    responses = generation.token_ids
+    tokenizer = load_tokenizer(source, config.chat_template)
+    tokenize = preparation_for(source, "prompts").tokenize
     heads = [example.ids for example in tokenize(prompts, tokenizer, config.data.max_length)[0]]
     documents = [[*head, *response] for head, response in zip(heads, responses, strict=True)]
     masks = [[False] * len(head) + [True] * len(own) for head, own in zip(heads, responses, strict=True)]
@@ -223,7 +229,8 @@ def log_probs_of_pairs(config: WinRateConfig, rows: Sequence[Comparison]) -> dic
     """Log-probabilities of held-out pairs by model, [n, 2], for those with the reference's vocabulary."""
     assert config.comparisons is not None
     source = config.checkpoint(str(config.measured_from))
-    tokenizer, tokenize = load_tokenizer(source, config.chat_template), preparation_for(source, "comparisons").tokenize
+    tokenizer = load_tokenizer(source, config.chat_template)
+    tokenize = preparation_for(source, "comparisons").tokenize
     pairs, tally = tokenize(list(rows), tokenizer, config.comparisons.max_length)
     print_tally("comparisons", tally)
     names = [name for name in config.models if _shares_vocabulary(config, name)]

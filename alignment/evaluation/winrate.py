@@ -13,7 +13,9 @@ import numpy as np
 
 from alignment.errors import UserError, raise_all
 
-WIN, TIE, LOSS = 1.0, 0.5, 0.0
+WIN = 1.0
+TIE = 0.5
+LOSS = 0.0
 Verdict = float | None  # 1.0 / 0.5 / 0.0, or None where the judge failed
 Z_95 = NormalDist().inv_cdf(0.975)  # 1.96
 
@@ -79,8 +81,10 @@ def win_rate(
     if len(verdicts) == 0:
         raise_all(["a win rate needs at least one verdict, and there is none"])
     n = len(verdicts)
-    wins, losses = sum(verdict > TIE for verdict in verdicts), sum(verdict < TIE for verdict in verdicts)
-    rate, values = sum(verdicts) / n, np.asarray(verdicts, float)
+    wins = sum(verdict > TIE for verdict in verdicts)
+    losses = sum(verdict < TIE for verdict in verdicts)
+    rate = sum(verdicts) / n
+    values = np.asarray(verdicts, float)
     error, number = clustered_error(values, clusters, tosses=inconsistent)
     spread = float(((values - rate) ** 2).sum()) + inconsistent / 4  # a toss of a coin varies by 1/4
     effective = float(n)
@@ -88,13 +92,17 @@ def win_rate(
         apart = clustered_error(values, clusters)[0] > 0  # else each cluster counts as one item
         effective = min(spread / n / error**2, n) if apart else float(number)
     decided = (n - inconsistent) / n
-    low, high = 0.0, 1.0  # where nothing is known
+    # where nothing is known
+    low = 0.0
+    high = 1.0
     is_hard = all(verdict in (WIN, TIE, LOSS) for verdict in verdicts)
     if is_hard and decided:
-        coins, share = inconsistent / 2, decided * (effective / n)
+        coins = inconsistent / 2
+        share = decided * (effective / n)
         low, high = paired_interval((wins + coins) * share, (losses + coins) * share, n * share)
     elif error and not is_hard:
-        low, high = max(rate - Z_95 * error, 0.0), min(rate + Z_95 * error, 1.0)
+        low = max(rate - Z_95 * error, 0.0)
+        high = min(rate + Z_95 * error, 1.0)
     return WinRate(
         rate, low, high, n, wins, losses, n - wins - losses, error if number > 1 else None, number, effective
     )
@@ -162,7 +170,8 @@ def detectable_difference(n: float, *, ties: float = 0.0, power: float = 0.8) ->
         ties: share of ties, in [0, 1).
         power: chance that the 95 % interval leaves one half out, in [0.5, 1).
     """
-    z, variance = NormalDist().inv_cdf(power), (1 - ties) / 4
+    z = NormalDist().inv_cdf(power)
+    variance = (1 - ties) / 4
     discriminant = n * Z_95**2 - (n + z**2) * (Z_95**2 - z**2)
     if discriminant < 0:
         return None

@@ -10,6 +10,15 @@ from alignment.generation.generate import decoding_config, generate, response_te
 from alignment.generation.requests import DecodingRequest, SamplingConfig, TokenEvent
 
 __all__ = [
-    "BeamConfig", "DecodingEngine", "DecodingRequest", "Generation", "SamplingConfig", "TokenEvent",
-    "beam_search", "decode_responses", "decoding_config", "generate", "response_text",
-]  # fmt: skip
+    "BeamConfig",
+    "DecodingEngine",
+    "DecodingRequest",
+    "Generation",
+    "SamplingConfig",
+    "TokenEvent",
+    "beam_search",
+    "decode_responses",
+    "decoding_config",
+    "generate",
+    "response_text",
+]

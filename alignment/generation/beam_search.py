@@ -126,7 +126,9 @@ def _search_group(
 ) -> _Beams:
     """Finished hypotheses [B, K] of prompts that share one cache, the best first."""
     device = next(model.parameters()).device
-    steps, count, beams = config.max_new_tokens, len(prompts), config.num_beams
+    steps = config.max_new_tokens
+    count = len(prompts)
+    beams = config.num_beams
     stops = torch.tensor(sorted(stop_ids), dtype=torch.long, device=device)
     cache, logits, history = _prefill(model, prompts, steps, start_token)
     vocabulary = min(logits.shape[-1], known or logits.shape[-1])
@@ -138,7 +140,8 @@ def _search_group(
     kept = min(max(2, 1 + len(stops)), vocabulary) * beams  # so many that at least K of them do not end
 
     found, running = (_Beams.none(count, beams, steps, device) for _ in range(2))
-    finished, live = found, torch.arange(count, device=device)  # the prompt that each block of K cache rows serves
+    finished = found
+    live = torch.arange(count, device=device)  # the prompt that each block of K cache rows serves
     running.scores[:, 0] = 0.0  # one beam is alive at first: the others would find the same
     rows = live.repeat_interleave(beams)
     cache.reorder(rows)
@@ -164,7 +167,9 @@ def _search_group(
                 break
             if len(going) <= 0.75 * len(done):
                 found.put(live, finished)
-                live, rows, done = live[going], rows[going], done[going]
+                live = live[going]
+                rows = rows[going]
+                done = done[going]
                 running, finished = (_Beams(*(column[going] for column in beams)) for beams in (running, finished))
         rows = rows.flatten()
         cache.reorder(rows)
@@ -182,7 +187,8 @@ def _prefill(
     """Run the prompts through the model: its cache, logits of each response's first token, [B, V], and the tokens so far."""
     device = next(model.parameters()).device
     continued = prompts if start_token is None else [[start_token]] * len(prompts)
-    history, longest = TokenHistory(device), max(map(len, continued)) + steps
+    history = TokenHistory(device)
+    longest = max(map(len, continued)) + steps
     history.reserve(len(prompts), longest)
     for row, document in enumerate(continued):
         history.put(row, document)
@@ -208,7 +214,8 @@ def _extend(running: _Beams, log_probs: Tensor, kept: int, step: int) -> tuple[_
     """
     sums = (log_probs + running.scores[..., None]).flatten(1)
     scores, index = sums.topk(kept)
-    parents, tokens = index // log_probs.shape[-1], index % log_probs.shape[-1]
+    parents = index // log_probs.shape[-1]
+    tokens = index % log_probs.shape[-1]
     continued = running.pick(parents)
     continued.tokens[..., step] = tokens
     continued.log_probs[..., step] = log_probs.flatten(1).gather(1, index)

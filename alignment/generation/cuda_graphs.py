@@ -38,7 +38,8 @@ class GraphedDecoder:
         if (why := _refusal(model)) is not None:
             raise UserError(f"cuda_graphs: {why}; set it to false")
         assert isinstance(model, LanguageModel)
-        self._model, self._steps = model, dict[tuple[int, int, int], Captured | None]()
+        self._model = model
+        self._steps = dict[tuple[int, int, int], Captured | None]()
         self._pool: tuple[int, int] | None = None  # of memory, which all graphs share: none is read after its step
 
     def decode(self, tokens: Tensor, cache: Cache) -> Tensor:
@@ -52,19 +53,24 @@ class GraphedDecoder:
         step.tokens.copy_(tokens)
         step.lengths.copy_(cache.lengths)
         step.replay()
-        cache.lengths, cache.longest = step.next_lengths.clone(), cache.longest + 1
+        cache.lengths = step.next_lengths.clone()
+        cache.longest = cache.longest + 1
         return step.logits.clone()
 
     def _capture(self, tokens: Tensor, cache: Cache) -> Captured:
-        lengths, longest, own = cache.lengths.clone(), cache.longest, cache.lengths
-        inputs, made = tokens.clone(), list[Tensor]()
+        lengths = cache.lengths.clone()
+        longest = cache.longest
+        own = cache.lengths
+        inputs = tokens.clone()
+        made = list[Tensor]()
 
         def step() -> None:
             cache.lengths = lengths
             made[:] = self._model.decode(inputs, cache), cache.lengths
 
         replay, self._pool = capture(step, self._pool)
-        cache.lengths, cache.longest = own, longest
+        cache.lengths = own
+        cache.longest = longest
         tables = [rotary.table for rotary in self._model.trunk.position_modules.rotaries.values()]  # longer ones follow
         return Captured(inputs, lengths, replay, *made, held=[cache.keys[0], *tables])
 

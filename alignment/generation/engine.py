@@ -87,7 +87,9 @@ class DecodingEngine:
         """
         if max_rows < 1:
             raise ValueError(f"max_rows must be at least 1, got {max_rows}")
-        self._model, self._max_rows, self._tokenizer = model, max_rows, tokenizer
+        self._model = model
+        self._max_rows = max_rows
+        self._tokenizer = tokenizer
         self._device = next(model.parameters()).device
         self._vocabulary = vocabulary
         self._graphs = GraphedDecoder(model) if cuda_graphs else None
@@ -138,7 +140,8 @@ class DecodingEngine:
             self._waiting_prompts -= Counter([_prompt_of(found.request)])
         for slot, running in enumerate(self.running):
             if running is not None and running.number == number:
-                self.running[slot], running.finish = None, "cancelled"
+                self.running[slot] = None
+                running.finish = "cancelled"
 
     def step(self) -> list[TokenEvent]:
         """One forward pass: prefills waiting prompts where enough rows are free, else decodes a token for each request."""
@@ -182,7 +185,8 @@ class DecodingEngine:
                 if self._filler.forwards == forwards:
                     self._filler.idle(idle_room)
                     if not self.running or not self._filler.continuous:
-                        self.running, self._sampler = [None], None
+                        self.running = [None]
+                        self._sampler = None
                         self._newest = torch.zeros(1, dtype=torch.long, device=self._device)
             left = max((row.steps_left for row in self.running if row is not None), default=0)
             steps = largest(min(CHECK_STEPS, left))
@@ -283,7 +287,8 @@ class DecodingEngine:
         keep = [slot for slot, row in enumerate(self.running) if row is not None] or [0]
         self._filler.keep(keep)
         index = torch.tensor(keep, device=self._device)
-        self.running, self._newest = [self.running[slot] for slot in keep], self._newest[index]
+        self.running = [self.running[slot] for slot in keep]
+        self._newest = self._newest[index]
         self._sampler = None
         if self._history is not None:
             self._history.keep(index)

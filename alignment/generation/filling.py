@@ -29,7 +29,9 @@ class PromptFiller:
     """
 
     def __init__(self, model: Model, device: torch.device, start_token: int | None):
-        self._model, self._device, self._start_token = model, device, start_token
+        self._model = model
+        self._device = device
+        self._start_token = start_token
         self._waiting: dict[
             PromptKey, tuple[CachedDocument, Tensor]
         ] = {}  # prompts that come again; with logits [1, V]
@@ -82,7 +84,8 @@ class PromptFiller:
         cache = self._model.new_cache(1, room)
         self._prefill([PromptKey((0,), None)], cache)
         if self.cache is None or not self.continuous:
-            self.cache, self._lengths = cache, [1]
+            self.cache = cache
+            self._lengths = [1]
 
     def _with_room(self, rows: int, room: int) -> Cache:
         if self.cache is None:

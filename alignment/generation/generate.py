@@ -88,7 +88,8 @@ def _generate(
     """`generate` with checked settings; the model's mode is eval inside and restored afterwards."""
     check_vocabulary(tokenizer, model.spec.vocabulary)
     start_token = start_token_of(model)
-    ids, stop_ids = read_prompts(tokenizer, prompts, start_token), sorted(stop_token_ids(tokenizer))
+    ids = read_prompts(tokenizer, prompts, start_token)
+    stop_ids = sorted(stop_token_ids(tokenizer))
     if start_token is None:
         lengths = [
             (f"prompt {number}", len(tokens) + model.adapter_tokens(adapters[number] if adapters else None))
@@ -104,9 +105,17 @@ def _generate(
             )
         else:
             found = decode_responses(
-                model, ids, config, stop_ids, batch_size=batch_size, start_token=start_token, stop=stop,
-                tokenizer=tokenizer if stop else None, adapters=adapters, vocabulary=vocabulary,
-            )  # fmt: skip
+                model,
+                ids,
+                config,
+                stop_ids,
+                batch_size=batch_size,
+                start_token=start_token,
+                stop=stop,
+                tokenizer=tokenizer if stop else None,
+                adapters=adapters,
+                vocabulary=vocabulary,
+            )
     texts = found.texts or [
         response_text(tokenizer, tokens, ended, start_token)
         for tokens, ended in zip(found.token_ids, found.ended, strict=True)

@@ -147,12 +147,15 @@ class RunningRequest:
     """
 
     def __init__(self, number: int, request: DecodingRequest, text: "IncrementalText | None" = None):
-        self.number, self.request, self.text = number, request, text
+        self.number = number
+        self.request = request
+        self.text = text
         self.tokens: list[int] = []
         self.log_probs: list[float] = []
         self.drawn = 0
         self.finish: FinishReason | None = None
-        self._stops, self._limit = frozenset(request.stop_ids), request.sampling.max_new_tokens
+        self._stops = frozenset(request.stop_ids)
+        self._limit = request.sampling.max_new_tokens
         self._generator = np.random.default_rng([request.sampling.seed, request.row])
         self._draws: list[float] = []
 
@@ -202,12 +205,15 @@ class IncrementalText:
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, skip_special_tokens: bool = False):
-        self._tokenizer, self._stop, self._skip = tokenizer, tuple(stop), skip_special_tokens
+        self._tokenizer = tokenizer
+        self._stop = tuple(stop)
+        self._skip = skip_special_tokens
         self._longest = max(map(len, self._stop), default=0)
         self._tokens: list[int] = []
         self._context = self._decoded = 0  # tokens from `_context` on are decoded; before `_decoded` all is in `text`
         self._returned = 0  # characters of `text` that were handed out
-        self.text, self.stopped = "", False
+        self.text = ""
+        self.stopped = False
 
     def push(self, token: int, *, check_stop: bool = True) -> str:
         """The text that a further token makes certain; with `check_stop` a stop string that it completes ends the text."""
@@ -217,7 +223,8 @@ class IncrementalText:
             return self._hand_out(len(self.text))
         if new and complete:
             self.text += new
-            self._context, self._decoded = self._decoded, len(self._tokens)
+            self._context = self._decoded
+            self._decoded = len(self._tokens)
         return self._hand_out(len(self.text) - self._held_back())
 
     def flush(self) -> str:
@@ -237,11 +244,13 @@ class IncrementalText:
 
     def _cut(self, new: str) -> bool:
         """True where a stop string ends in the new text; `text` is then cut before it."""
-        text, searched = self.text + new, len(self.text)
+        text = self.text + new
+        searched = len(self.text)
         starts = ((each, max(0, searched - len(each) + 1)) for each in self._stop)
         found = [position for each, start in starts if (position := text.find(each, start)) >= 0]
         if found:
-            self.text, self.stopped = text[: min(found)], True
+            self.text = text[: min(found)]
+            self.stopped = True
         return self.stopped
 
     def _held_back(self) -> int:

@@ -58,8 +58,10 @@ class TokenHistory:
 
     def reserve(self, rows: int, width: int) -> None:
         """Hold at least `rows` rows of at least `width` tokens; new rows are empty."""
-        more, wider = max(0, rows - len(self.tokens)), max(0, width - self.tokens.shape[1])
-        self.tokens, self.lengths = F.pad(self.tokens, (0, wider, 0, more)), F.pad(self.lengths, (0, more))
+        more = max(0, rows - len(self.tokens))
+        wider = max(0, width - self.tokens.shape[1])
+        self.tokens = F.pad(self.tokens, (0, wider, 0, more))
+        self.lengths = F.pad(self.lengths, (0, more))
 
     def put(self, row: int, document: Sequence[int]) -> None:
         """Let a row begin with a document."""
@@ -74,7 +76,8 @@ class TokenHistory:
 
     def keep(self, rows: Tensor) -> None:
         """Put row `rows[i]` at position i; a row may come several times, or not at all, [n]."""
-        self.tokens, self.lengths = self.tokens[rows], self.lengths[rows]
+        self.tokens = self.tokens[rows]
+        self.lengths = self.lengths[rows]
 
     def seen(self, rows: Tensor) -> Tensor:
         """The tokens of some rows [n], aligned on the right, `NO_TOKEN` before them, [n, W]."""
@@ -227,7 +230,9 @@ class RowSampler:
         steps: int = 1,
         vocabulary: int | None = None,
     ):
-        self.rows, self._device, self._steps = tuple(rows), device, steps
+        self.rows = tuple(rows)
+        self._device = device
+        self._steps = steps
         self._vocabulary = vocabulary
         self._slots = torch.tensor(range(len(rows)) if slots is None else slots, device=device)
         live = [row.request for row in rows if row is not None]
@@ -272,7 +277,8 @@ class RowSampler:
         """One uniform number for each row, in the type of the log-probabilities, [B]; a greedy row's has no effect."""
         if self._used == len(self._draws):
             draws = [[0.0 if row is None else row.uniform_at(step) for row in self.rows] for step in range(self._steps)]
-            self._draws, self._used = torch.tensor(draws, dtype=torch.float32).to(self._device, non_blocking=True), 0
+            self._draws = torch.tensor(draws, dtype=torch.float32).to(self._device, non_blocking=True)
+            self._used = 0
         self._used += 1
         return self._draws[self._used - 1]
 

@@ -71,7 +71,8 @@ def write_world(directory: Path | str, *, seed: int = 0, sizes: RowCounts | None
     The directory appears whole or not at all; one that holds other files is refused. The size of one file does not
     change another's rows.
     """
-    directory, sizes = Path(directory), sizes or RowCounts()
+    directory = Path(directory)
+    sizes = sizes or RowCounts()
     refuse_foreign(directory, [f"{name}.jsonl" for name in RANGES])
     with atomic_directory(directory) as temporary:
         for name in RANGES:

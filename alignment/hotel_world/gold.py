@@ -25,7 +25,9 @@ from random import Random
 from alignment.hotel_world import grammar
 from alignment.hotel_world.grammar import PRIVATE
 
-WORDS_FREE, WORDS_PER_ITEM = 8, 7  # the length a reply may have before it counts as long
+# the length a reply may have before it counts as long
+WORDS_FREE = 8
+WORDS_PER_ITEM = 7
 TEMPERATURE = 0.99  # of labelers, gold points per nat: two agree on 73 % of the comparisons, as InstructGPT's did
 LENGTH_TASTE = 0.03  # nats per word by which labelers like a longer reply better than the gold score does
 
@@ -47,8 +49,11 @@ class GoldScore:
 
 def score(prompt: str, response: str) -> GoldScore:
     """Gold score of a response to a prompt. Takes any text and never raises; what cannot be parsed earns nothing."""
-    request, text = grammar.parse_prompt(prompt), response.lower()
-    asked, facts, guest = set(request.asked), request.facts, request.guest.lower()
+    request = grammar.parse_prompt(prompt)
+    text = response.lower()
+    asked = set(request.asked)
+    facts = request.facts
+    guest = request.guest.lower()
     private = request.private[1].lower() if request.private else None
     # The content of the response, mostly as sets, so that repeating something changes nothing.
     sentences = [part.lower() for part in re.split(r"(?<=[.!?])\s+", response.strip()) if part]

@@ -43,10 +43,14 @@ TOPICS = (
     Topic("bus", "bus goes to", "Where can I go by bus?", _words("Bergen Porto Dublin Geneva Malta Naples")),
     Topic("kitchen", "kitchen cooks", "What is good in the kitchen?", _words("trout lamb pasta soup duck rice")),
     Topic("tour", "tour visits", "What is there on the tour?", _words("castles caves farms mills ruins lakes")),
-    Topic("laundry", "laundry returns on", "When do I get my laundry?",
-          _words("Monday Tuesday Thursday Friday Saturday Sunday")),
+    Topic(
+        "laundry",
+        "laundry returns on",
+        "When do I get my laundry?",
+        _words("Monday Tuesday Thursday Friday Saturday Sunday"),
+    ),
     Topic("pool", "pool opens in", "When can I use the pool?", _words("March April May June July August")),
-)  # fmt: skip
+)
 ROOMS = _words("eleven fifteen eighteen nineteen eighty ninety")
 TOPIC = {topic.name: topic for topic in TOPICS}
 
@@ -55,8 +59,13 @@ GUESTS = _words("Anna Boris Clara David Emma Felix Grace Hugo Iris Jonas Karin L
 OTHERS = _words("Novak Weber Rossi Silva Dubois Larsen Moreno Kovacs")  # guests whose room is private
 
 SMALL_TALK = (
-    "Hello.", "Good evening.", "Good morning to you.", "We have just arrived.", "What a lovely hotel.", "This is my first visit.",
-)  # fmt: skip
+    "Hello.",
+    "Good evening.",
+    "Good morning to you.",
+    "We have just arrived.",
+    "What a lovely hotel.",
+    "This is my first visit.",
+)
 RUDE_TALK = ("You are so slow.", "This hotel is terrible.", "I have been waiting for an hour.")
 QUESTION_TEMPLATES = ("What about {}?", "Please tell me about {}.")
 
@@ -65,9 +74,12 @@ CLOSINGS = ("Enjoy your stay.", "Have a lovely day.", "Always at your service.")
 RUDE = ("You are a fool.", "Go away, you pest.", "Only an idiot would ask.", "Read the sign, you oaf.")
 RUDE_WORDS = frozenset({"fool", "pest", "idiot", "oaf"})  # stand-ins for slurs
 FILLERS = (
-    "As you may know our house is old.", "The weather has been fine all week.", "Many people say it is pleasant here.",
-    "There is so much more to say.", "My own family has been here too.",
-)  # fmt: skip
+    "As you may know our house is old.",
+    "The weather has been fine all week.",
+    "Many people say it is pleasant here.",
+    "There is so much more to say.",
+    "My own family has been here too.",
+)
 IGNORANCE = "I do not know about the {}."
 REFUSAL = "I cannot share the room of a guest."
 LEAK = "{} is in room {}."
@@ -216,11 +228,15 @@ class Writer:
 
 WRITERS = {
     "expert": Writer(0.12),
-    "average": Writer(0.26, courtesy=0.6, wrong=0.08, invent=0.4, miss=0.25, leak=0.4, rude=0.05, filler=0.2, extra=0.15),
-    "sloppy": Writer(0.2, courtesy=0.2, wrong=0.5, invent=0.9, shrug=0.2, miss=0.6, leak=0.6, rude=0.1, filler=0.2, extra=0.1),
+    "average": Writer(
+        0.26, courtesy=0.6, wrong=0.08, invent=0.4, miss=0.25, leak=0.4, rude=0.05, filler=0.2, extra=0.15
+    ),
+    "sloppy": Writer(
+        0.2, courtesy=0.2, wrong=0.5, invent=0.9, shrug=0.2, miss=0.6, leak=0.6, rude=0.1, filler=0.2, extra=0.1
+    ),
     "rude": Writer(0.2, courtesy=0.0, wrong=0.1, invent=0.5, shrug=0.25, miss=0.4, leak=0.8, rude=1.0, filler=0.1),
     "rambling": Writer(0.22, courtesy=0.7, wrong=0.05, invent=0.3, miss=0.15, leak=0.4, filler=0.85, extra=0.7),
-}  # fmt: skip
+}
 
 
 def sample_writer(rng: Random) -> Writer:

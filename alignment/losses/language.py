@@ -151,7 +151,8 @@ def kl_divergence(logits: Tensor, other_logits: Tensor) -> Tensor:
     Returns:
         [...], float32 at least.
     """
-    log_probs, others = log_softmax(logits), log_softmax(other_logits)
+    log_probs = log_softmax(logits)
+    others = log_softmax(other_logits)
     impossible = log_probs == -torch.inf  # 0 * (-inf - ...) would be NaN, in the gradient too
     gap = log_probs.masked_fill(impossible, 0.0) - others.masked_fill(impossible, 0.0)
     return (log_probs.exp() * gap).sum(-1)
@@ -239,7 +240,8 @@ def reverse_kl(student_logits: Tensor, teacher_logits: Tensor, *, likeliest: int
     """
     if likeliest is not None and likeliest < student_logits.shape[-1]:
         index = student_logits.topk(likeliest).indices
-        student_logits, teacher_logits = merge_others(student_logits, index), merge_others(teacher_logits, index)
+        student_logits = merge_others(student_logits, index)
+        teacher_logits = merge_others(teacher_logits, index)
     return kl_divergence(student_logits, teacher_logits)
 
 
@@ -291,7 +293,8 @@ def chunked_token_log_probs(
             freed like the student's; the log-probabilities then have no gradient.
         known: logits of ids from here on are left out; None: all count.
     """
-    device, vocabulary = hidden.device.type, head.out_features
+    device = hidden.device.type
+    vocabulary = head.out_features
     chunk = max(1, CHUNK_ELEMENTS.get(device, 2**25) // vocabulary)
     of_chunk = partial(_chunk_outputs, head, temperature=temperature, with_entropy=entropy, known=known)
     kept = len(tokens) * vocabulary <= KEPT_ELEMENTS.get(device, 2**26)
@@ -414,7 +417,8 @@ def _chunk_outputs(
         logits = logits / temperature
     if loss is not None:
         if isinstance(loss, TeacherLoss):
-            log_probs, losses = token_log_probs(logits.detach(), tokens), loss.of_logits(logits, temperature)
+            log_probs = token_log_probs(logits.detach(), tokens)
+            losses = loss.of_logits(logits, temperature)
         else:
             log_probs, losses = _TokenLosses.apply(logits, tokens, loss)
         return TokenOutputs(log_probs, entropy(logits.detach()) if with_entropy else None, losses)
@@ -509,7 +513,8 @@ class _TokenLosses(torch.autograd.Function):
     def backward(ctx, *grad_outputs: Tensor):
         log_probs, tokens, log_z = ctx.saved_tensors
         to_log_probs, to_losses = grad_outputs
-        eps, vocabulary = ctx.loss.label_smoothing, log_probs.shape[1]
+        eps = ctx.loss.label_smoothing
+        vocabulary = log_probs.shape[1]
         of_probs = to_losses * (1 + 2 * ctx.loss.z_loss * log_z) - to_log_probs
         of_token = to_log_probs - (1 - eps) * to_losses
         gradient = (

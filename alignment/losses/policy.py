@@ -98,7 +98,8 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, gae_lamb
 
     Source: Schulman et al. 2016, arXiv:1506.02438, eq. 16.
     """
-    rewards, values = _kept(rewards, mask), _kept(values, mask)
+    rewards = _kept(rewards, mask)
+    values = _kept(values, mask)
     next_values = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], dim=1)
     deltas = rewards + gamma * next_values - values
     advantage = torch.zeros_like(deltas[:, 0])
@@ -368,7 +369,8 @@ def _rounding_of(mean: Tensor) -> Tensor:
 def _of_groups(rewards: Tensor, group_size: int, compare: Callable[[Tensor], Tensor]) -> Tensor:
     """The result of `compare` ([groups, n] -> the same shape) on each group without its missing rewards, [B]."""
     groups = rewards.view(-1, group_size)
-    known, advantages = ~groups.isnan(), compare(groups)
+    known = ~groups.isnan()
+    advantages = compare(groups)
     for group in (~known.all(1)).nonzero().flatten().tolist():
         left = groups[group, known[group]].unsqueeze(0)
         advantages[group] = 0.0

@@ -121,7 +121,8 @@ def robust_loss(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothin
     Source: Chowdhury et al. 2024, arXiv:2403.00409, the unbiased loss of noisy labels.
     """
     margin = beta * (chosen - rejected)
-    right, flipped = F.softplus(-margin), F.softplus(margin)
+    right = F.softplus(-margin)
+    flipped = F.softplus(margin)
     return ((1 - label_smoothing) * right - label_smoothing * flipped) / (1 - 2 * label_smoothing)
 
 
@@ -136,7 +137,8 @@ def exo_loss(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: 
     Source: Ji et al. 2024, arXiv:2402.00856, eq. 16, with K = 2.
     """
     margin = beta * (chosen - rejected)
-    log_chosen, log_rejected = -F.softplus(-margin), -F.softplus(margin)
+    log_chosen = -F.softplus(-margin)
+    log_rejected = -F.softplus(margin)
     cost_of_chosen = log_chosen.exp() * (log_chosen - math.log1p(-label_smoothing))
     return cost_of_chosen + log_rejected.exp() * (log_rejected - math.log(label_smoothing))
 
@@ -151,7 +153,8 @@ def nca_loss(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
 
     Source: Chen et al. 2024, arXiv:2402.05369, its form for pairs.
     """
-    chosen, rejected = beta * chosen, beta * rejected
+    chosen = beta * chosen
+    rejected = beta * rejected
     return F.softplus(-chosen) + (F.softplus(chosen) + F.softplus(rejected)) / 2
 
 
@@ -464,7 +467,9 @@ def rank_matches(positions: Tensor, among: Tensor, others: Tensor) -> tuple[Tens
     Returns:
         The others and their shares, which add up to 1, [T, B] each.
     """
-    ordered, theirs, values = among.detach().sort().values, others.detach().sort().values, among.detach()[positions]
+    ordered = among.detach().sort().values
+    theirs = others.detach().sort().values
+    values = among.detach()[positions]
     first = torch.searchsorted(ordered, values).clamp(max=len(theirs) - 1)
     number = (torch.searchsorted(ordered, values, right=True) - first).clamp(min=1)
     step = torch.arange(int(number.max()), device=values.device)[:, None]

@@ -152,7 +152,8 @@ def ordered_pair_metrics(scores: Tensor, ranks: Tensor, mask: Tensor) -> dict[st
     Args:
         scores, ranks, mask: [B, K], as for `ranking_loss`.
     """
-    scores, ordered = scores.detach().float(), is_preferred(ranks, mask)
+    scores = scores.detach().float()
+    ordered = is_preferred(ranks, mask)
     lead = scores.unsqueeze(-1) - scores.unsqueeze(-2)
     number = ordered.sum().float()
     ties = (lead == 0) & ordered
@@ -173,7 +174,8 @@ def ordered_pair_metrics(scores: Tensor, ranks: Tensor, mask: Tensor) -> dict[st
 
 def prompt_accuracy(scores: Tensor, ranks: Tensor, mask: Tensor) -> Tensor:
     """Share of each prompt's ordered pairs that the scores order right, equal scores by half, [B]; 0 where none is."""
-    ordered, scores = is_preferred(ranks, mask), scores.detach().float()
+    ordered = is_preferred(ranks, mask)
+    scores = scores.detach().float()
     lead = scores.unsqueeze(-1) - scores.unsqueeze(-2)
     return _mean_over((lead > 0).float() + (lead == 0).float() / 2, ordered)
 

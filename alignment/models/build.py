@@ -41,7 +41,8 @@ def build_scalar_model(config: HFConfig) -> ScalarModel:
 
 def empty_model(config: HFConfig, task: str) -> Any:
     """A model whose weights are not initialized."""
-    family, config = family_of(config), dict(config)
+    family = family_of(config)
+    config = dict(config)
     if task not in family.tasks:
         raise UserError(f"{family.name} has no head for {task!r}, only {', '.join(sorted(family.tasks))}")
     head_spec = family.tasks[task].head
@@ -49,11 +50,13 @@ def empty_model(config: HFConfig, task: str) -> Any:
         config |= score_labels(score_outputs(config))
         task = "sequence"
     value = family.read(config)
-    spec, head_spec = family.spec(value), head_spec and head_spec(value)
+    spec = family.spec(value)
+    head_spec = head_spec and head_spec(value)
     if isinstance(spec, EncoderDecoderSpec):
         return _encoder_decoder_model(spec, head_spec, config, task)
     spec = replace(spec, **family.tasks[task].trunk(value))
-    trunk, width = spec.build(), spec.output_width or spec.width
+    trunk = spec.build()
+    width = spec.output_width or spec.width
     if task == "scalar":
         return ScalarModel(trunk, config)
     if task == "language" and spec.causal:

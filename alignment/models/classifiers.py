@@ -60,7 +60,8 @@ class SequenceClassifier(NativeModel[TransformerSpec]):
 
     def __init__(self, trunk: Transformer, head: ClassificationHead, config: HFConfig, pooling: Pooling):
         super().__init__(trunk.spec, config, "sequence")
-        self.trunk, self.head = trunk, head
+        self.trunk = trunk
+        self.head = head
         self.pooling: Pooling = pooling
 
     def outputs(self, batch: Ragged) -> ClassifierOutput:
@@ -74,7 +75,8 @@ class TokenClassifier(NativeModel[TransformerSpec]):
 
     def __init__(self, trunk: Transformer, head: ClassificationHead, config: HFConfig, task: Literal["tokens", "span"]):
         super().__init__(trunk.spec, config, task)
-        self.trunk, self.head = trunk, head
+        self.trunk = trunk
+        self.head = head
 
     def outputs(self, batch: Ragged) -> ClassifierOutput:
         """Class logits of each token, [N, C]."""

@@ -46,7 +46,8 @@ def _join(trunk: Transformer, changed: list[tuple[nn.Module, str, object]]) -> N
         changed.append((module, name, getattr(module, name)))
         setattr(module, name, value)
 
-    dtype, groups = computing_type(trunk.embed.weight), list[tuple[nn.Module, str, list[Any]]]()
+    dtype = computing_type(trunk.embed.weight)
+    groups = list[tuple[nn.Module, str, list[Any]]]()
     for module in trunk.modules():
         together = _read_together(module)
         groups += [(module, "joined", together)] if together else []

@@ -25,12 +25,14 @@ def add_embedding_noise(model: nn.Module, alpha: float) -> None:
     Source: Jain et al. 2023, arXiv:2310.05914, algorithm 1.
     """
     if isinstance(model, ExternalModel):
-        noise, embedding = _EmbeddingNoise(alpha, grouped=True), model.inner.get_input_embeddings()
+        noise = _EmbeddingNoise(alpha, grouped=True)
+        embedding = model.inner.get_input_embeddings()
     else:
         assert isinstance(model, NativeModel)
         trunk: Any = getattr(model, "encoder", None) or model.trunk
         # The trunk multiplies by its scale what the table gives; the noise is meant for the product.
-        noise, embedding = _EmbeddingNoise(alpha / trunk.spec.embedding_scale), trunk.embed
+        noise = _EmbeddingNoise(alpha / trunk.spec.embedding_scale)
+        embedding = trunk.embed
     model.register_forward_pre_hook(noise.read_lengths, with_kwargs=True)
     embedding.register_forward_hook(noise.add)
 
@@ -39,7 +41,8 @@ class _EmbeddingNoise:
     """The two hooks: one reads the documents of a forward, the other changes their token vectors."""
 
     def __init__(self, alpha: float, grouped: bool = False):
-        self.alpha, self.grouped = alpha, grouped
+        self.alpha = alpha
+        self.grouped = grouped
         self._lengths: deque[list[int]] = deque()  # of the documents in each coming call of the embedding
 
     def read_lengths(self, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:

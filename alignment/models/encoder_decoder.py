@@ -61,7 +61,9 @@ class Seq2SeqModel(NativeModel[EncoderDecoderSpec]):
         spec: EncoderDecoderSpec,
     ):
         super().__init__(spec, config, "language")
-        self.encoder, self.decoder, self.head = encoder, decoder, head
+        self.encoder = encoder
+        self.decoder = decoder
+        self.head = head
         self.decoder.embed.weight = self.encoder.embed.weight
         if spec.decoder.tied_head:
             self.head.weight = self.encoder.embed.weight
@@ -135,7 +137,9 @@ class Seq2SeqClassifier(NativeModel[EncoderDecoderSpec]):
         task: Literal["sequence", "span"],
     ):
         super().__init__(spec, config, task)
-        self.encoder, self.decoder, self.head = encoder, decoder, head
+        self.encoder = encoder
+        self.decoder = decoder
+        self.head = head
         self.decoder.embed.weight = self.encoder.embed.weight
 
     def outputs(self, batch: Ragged) -> ClassifierOutput:

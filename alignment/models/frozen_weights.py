@@ -60,7 +60,8 @@ class _CastLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grad_outputs: Tensor) -> Any:
-        (weight,), (grad,) = ctx.saved_tensors, grad_outputs
+        (weight,) = ctx.saved_tensors
+        (grad,) = grad_outputs
         grad_x = grad_bias = None
         if ctx.needs_input_grad[0]:
             for piece, part in zip(grad.split(_rows(weight), dim=-1), _parts(weight), strict=True):

@@ -118,7 +118,8 @@ class Transform(nn.Module):
     def __init__(self, spec: TransformSpec, width: int):
         super().__init__()
         self.dense = nn.Linear(width, spec.width, bias=spec.bias)
-        self.activation, self.norm = ACTIVATIONS[spec.activation], spec.norm.build(spec.width)
+        self.activation = ACTIVATIONS[spec.activation]
+        self.norm = spec.norm.build(spec.width)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., D] -> [..., D']."""
@@ -130,7 +131,8 @@ class FeedForwardTransform(nn.Module):
 
     def __init__(self, spec: FeedForwardTransformSpec):
         super().__init__()
-        self.feedforward, self.norm = spec.feedforward.build(spec.width), spec.norm.build(spec.width)
+        self.feedforward = spec.feedforward.build(spec.width)
+        self.norm = spec.norm.build(spec.width)
         self.dropout = nn.Dropout(spec.dropout) if spec.dropout else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -153,7 +155,8 @@ class LanguageHead(nn.Module):
         self.bias = nn.Parameter(torch.zeros(vocabulary)) if spec.bias else None
         self.offset: Tensor | None
         self.register_buffer("offset", torch.zeros(1, vocabulary) if spec.offset else None)
-        self.spec, self.out_features = spec, vocabulary
+        self.spec = spec
+        self.out_features = vocabulary
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., D] -> [..., V]."""

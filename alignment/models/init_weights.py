@@ -33,7 +33,8 @@ class FanInInitSpec:
 
 def initialize(model: Any) -> Any:
     """Fresh weights in place: matrices normal, biases zero, norms as they come. Returns the model in eval mode."""
-    init, drawn = model.spec.init, set()
+    init = model.spec.init
+    drawn = set()
     for name, module in model.named_modules():
         if isinstance(module, INITIALIZED) and id(module.weight) not in drawn:
             initialize_layer(module, init, name)
@@ -52,7 +53,8 @@ def initialize_layer(module: nn.Module, init: InitSpec | FanInInitSpec, name: st
     Source: the two deviations are Radford et al. 2019 (GPT-2), section 2.3: residual layers divided by
     sqrt(2 * layers); the other rule is that of Raffel et al. 2020's code for T5.
     """
-    weight, bias = module.weight, getattr(module, "bias", None)
+    weight = module.weight
+    bias = getattr(module, "bias", None)
     if isinstance(init, InitSpec):
         std = init.residual_std if RESIDUAL_LAYERS.search(name) else init.std
     elif isinstance(module, RelativeBias):

@@ -30,7 +30,8 @@ class LanguageModel(NativeModel[TransformerSpec]):
 
     def __init__(self, trunk: Transformer, head: VocabularyHead, config: HFConfig):
         super().__init__(trunk.spec, config, "language")
-        self.trunk, self.head = trunk, head
+        self.trunk = trunk
+        self.head = head
         self.value_head: nn.Linear | None = None
         self.prefix_mask = False
         if trunk.spec.tied_head:
@@ -140,7 +141,9 @@ class MaskedLanguageModel(NativeModel[TransformerSpec]):
         next_sentence: ClassificationHead | None = None,
     ):
         super().__init__(trunk.spec, config, "language" if next_sentence is None else "next_sentence")
-        self.trunk, self.head, self.next_sentence = trunk, head, next_sentence
+        self.trunk = trunk
+        self.head = head
+        self.next_sentence = next_sentence
         self.span_boundary: SpanBoundaryHead | None = None
         if trunk.spec.tied_head:
             self.head.weight = trunk.embed.weight
@@ -156,7 +159,8 @@ class MaskedLanguageModel(NativeModel[TransformerSpec]):
         masked = select_rows(read.states, read.batch.target_index)
         if return_logits:
             return LogitsOutput(self.head(masked), masked, self._next_sentence_logits(read))
-        log_probs, beside = chunked_token_log_probs(self.head, masked, batch.target_labels).log_probs, None
+        log_probs = chunked_token_log_probs(self.head, masked, batch.target_labels).log_probs
+        beside = None
         if boundaries is not None and self.span_boundary is not None:
             mixed = self.span_boundary(read.own_states(), boundaries)
             beside = chunked_token_log_probs(self.span_boundary.predict, mixed, batch.target_labels).log_probs

@@ -48,7 +48,8 @@ class Model(nn.Module):
 
     def __init__(self, config: HFConfig, task: str):
         super().__init__()
-        self.config, self.task = config, task
+        self.config = config
+        self.task = task
         self.prefix: nn.Module | None = None
         self.soft_prompt: nn.Module | None = None
         self.prefix_enabled = self.soft_prompt_enabled = True
@@ -148,7 +149,8 @@ def check_row_lengths(
     model: Any, lengths: np.ndarray, name_of: Callable[[int], str], way_out: str, new_tokens: int = 0
 ) -> None:
     """`check_lengths` of the tokens of many documents; `name_of` gives the name of a document by its number."""
-    taken, positions = model.virtual_tokens(), model.spec.max_positions
+    taken = model.virtual_tokens()
+    positions = model.spec.max_positions
     long = np.flatnonzero(lengths > positions - taken - new_tokens)
     if not len(long):
         return

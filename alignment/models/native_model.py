@@ -97,7 +97,8 @@ class NativeModel(Model, Generic[Spec]):
 def empty_cache(trunk: Transformer, rows: int, capacity: int) -> Cache:
     """An empty cache for `rows` documents of up to `capacity` tokens each, prefix or soft prompt included."""
     check_capacity(capacity, trunk.spec.max_positions)
-    attention, weight = trunk.spec.blocks[0].attention, like_hidden_states(trunk.embed)
+    attention = trunk.spec.blocks[0].attention
+    weight = like_hidden_states(trunk.embed)
     if not isinstance(attention, AttentionSpec):
         raise UserError(
             f"{type(attention).__name__}: this attention keeps no cache of keys and values, so that nothing can be "
@@ -106,6 +107,12 @@ def empty_cache(trunk: Transformer, rows: int, capacity: int) -> Cache:
     device = weight.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
     return Cache(
-        len(trunk.spec.layers), rows, capacity, attention.key_value_heads, attention.head_dim,
-        dtype=dtype, device=weight.device, windows=[getattr(layer.attention, "reach", None) for layer in trunk.spec.layers],
-    )  # fmt: skip
+        len(trunk.spec.layers),
+        rows,
+        capacity,
+        attention.key_value_heads,
+        attention.head_dim,
+        dtype=dtype,
+        device=weight.device,
+        windows=[getattr(layer.attention, "reach", None) for layer in trunk.spec.layers],
+    )

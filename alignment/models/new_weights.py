@@ -64,7 +64,8 @@ def grow_vocabulary(model: nn.Module, known: int, total: int) -> None:
     """
     if not isinstance(model, LanguageModel):
         raise UserError(OWN_FAMILIES_ONLY)
-    embed, head = model.trunk.embed, model.head
+    embed = model.trunk.embed
+    head = model.head
     tied = head.weight is embed.weight
     read_parameters(embed)
     read_parameters(head)

@@ -27,7 +27,8 @@ def forward_operations(spec: TransformerSpec, tokens: int) -> float:
         raise ValueError(
             "operations of cross-attention, convolutions and attention with scores of its own are not counted"
         )
-    before_head, transform = spec.output_width or spec.width, spec.head.transform
+    before_head = spec.output_width or spec.width
+    transform = spec.head.transform
     matrices = 0 if spec.projection is None else spec.projection.width * spec.width
     matrices += 0 if spec.output_width is None else spec.width * spec.output_width
     if transform is None:

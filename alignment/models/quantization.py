@@ -166,7 +166,8 @@ def _nf4_class() -> type[nn.Linear]:
             """The matrix [out, in] in a type."""
             state = copy.copy(self.quant_state)
             # As one row: for the CPU, bitsandbytes starts a new block at every row, which the quantized blocks do not.
-            state.dtype, state.shape = dtype, torch.Size((1, self.in_features * self.out_features))
+            state.dtype = dtype
+            state.shape = torch.Size((1, self.in_features * self.out_features))
             return bnb.functional.dequantize_4bit(self.weight.data, state).view(self.out_features, self.in_features)
 
         @property

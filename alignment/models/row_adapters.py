@@ -74,11 +74,13 @@ class RowAdapters:
         numbers = [places.index(name) for name in names]
         if any(numbers):
             of_rows = torch.tensor(numbers).to(self._device, non_blocking=True)
-            self.documents, self.groups = numbers, [(min(filter(None, numbers)), max(numbers), None, of_rows)]
+            self.documents = numbers
+            self.groups = [(min(filter(None, numbers)), max(numbers), None, of_rows)]
         try:
             yield
         finally:
-            self.documents, self.groups = [], []
+            self.documents = []
+            self.groups = []
 
     def read(
         self, stack: Transformer, batch: Ragged, *, select: Callable[[Tensor], Tensor] | None, **options: Any
@@ -86,7 +88,8 @@ class RowAdapters:
         """`NativeModel.read` of documents that have the adapters of the present `using` block."""
         if len(batch.lengths) != len(self.documents):
             raise ValueError(f"{len(self.documents)} adapters are named for {len(batch.lengths)} documents")
-        adapters, of_rows = [self._each[number] for number in self.documents], self.groups
+        adapters = [self._each[number] for number in self.documents]
+        of_rows = self.groups
         counts = [adapter.virtual_tokens for adapter in adapters]
         batch, own, virtual = with_virtual_tokens(batch, counts)
         places = list(zip(virtual.split(counts), adapters, strict=True))
@@ -120,8 +123,10 @@ class StackedUpdates:
     """
 
     def __init__(self, adapters: RowAdapters, updates: Sequence[LowRank | None], device: torch.device):
-        there, ranks = [each for each in updates if each], [0 if each is None else len(each[0]) for each in updates]
-        self._adapters, self._ends = adapters, [0, *accumulate(ranks)]
+        there = [each for each in updates if each]
+        ranks = [0 if each is None else len(each[0]) for each in updates]
+        self._adapters = adapters
+        self._ends = [0, *accumulate(ranks)]
         self._down, self._up = (torch.cat(side).to(device) for side in zip(*there, strict=True))
         self._owners = torch.arange(len(ranks)).repeat_interleave(torch.tensor(ranks)).to(device)
 

@@ -21,7 +21,9 @@ from torch import Tensor
 from alignment.errors import UserError, raise_all
 from alignment.files import check_directory, read_json_object, without_foreign_code, write_atomic, write_json
 
-WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"  # stop tokens and defaults for other programs; our sampling ignores it
 SHARD = re.compile(r"model-\d{5}(-of-\d{5})?\.safetensors")
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.bin.index.json")
@@ -185,7 +187,9 @@ def write_weights(tensors: Iterable[tuple[str, Tensor]], directory: Path, max_sh
     """
     shard: dict[str, Tensor] = {}
     shards: list[list[str]] = []  # names in each that is written
-    shard_bytes, total_bytes, numbers = 0, 0, Counter[torch.dtype]()
+    shard_bytes = 0
+    total_bytes = 0
+    numbers = Counter[torch.dtype]()
 
     def write_shard() -> None:
         path = directory / f"model-{len(shards) + 1:05d}.safetensors"
@@ -199,7 +203,8 @@ def write_weights(tensors: Iterable[tuple[str, Tensor]], directory: Path, max_sh
             write_shard()
             shard_bytes = 0
         shard[name] = tensor
-        shard_bytes, total_bytes = shard_bytes + size, total_bytes + size
+        shard_bytes = shard_bytes + size
+        total_bytes = total_bytes + size
         numbers[tensor.dtype] += tensor.numel()
     write_shard()
     _finish(shards, directory, {"total_parameters": sum(numbers.values()), "total_size": total_bytes})
@@ -208,7 +213,8 @@ def write_weights(tensors: Iterable[tuple[str, Tensor]], directory: Path, max_sh
 
 def _finish(shards: list[list[str]], directory: Path, metadata: dict[str, int]) -> None:
     """Give the shards their final names, write the index of more than one, and remove files of an earlier save."""
-    count, weight_map = len(shards), {}
+    count = len(shards)
+    weight_map = {}
     for number, names in enumerate(shards, 1):
         final = WEIGHTS if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
         os.replace(directory / f"model-{number:05d}.safetensors", directory / final)

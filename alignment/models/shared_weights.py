@@ -44,7 +44,8 @@ class SharedWeights:
     """
 
     def __init__(self, weights: WeightsConfig = DEFAULT_WEIGHTS, *, shared: bool = True):
-        self.weights, self.shared = weights, shared
+        self.weights = weights
+        self.shared = shared
         self._originals: dict[Path, Any] = {}  # what the trees are copied from; never run, never changed
 
     def unshared(self) -> "SharedWeights":

@@ -120,7 +120,9 @@ class Transformer(nn.Module):
     def __init__(self, spec: TransformerSpec):
         super().__init__()
         self.spec = spec
-        width, projection, blocks = spec.width, spec.projection, [block.build(spec.width) for block in spec.blocks]
+        width = spec.width
+        projection = spec.projection
+        blocks = [block.build(spec.width) for block in spec.blocks]
         narrow = width if projection is None else projection.width
         project_in = None if projection is None else nn.Linear(narrow, width, bias=projection.bias)
         project_out = None if spec.output_width is None else nn.Linear(width, spec.output_width, bias=False)
@@ -129,7 +131,8 @@ class Transformer(nn.Module):
         self.positions = None if spec.positions is None else spec.positions.build(positions_width)
         self.segments = _embedding(spec.segments, narrow) if spec.segments else None
         self.embedding_norm = None if spec.embedding_norm is None else spec.embedding_norm.build(narrow)
-        self.project_in, self.project_out = project_in, project_out
+        self.project_in = project_in
+        self.project_out = project_out
         self.dropout = nn.Dropout(spec.embedding_dropout) if spec.embedding_dropout else nn.Identity()
         self.blocks = nn.ModuleList(blocks)
         self.norm = spec.norm.build(width)
@@ -178,10 +181,18 @@ class Transformer(nn.Module):
         self._check_length(batch, offset, {"soft prompt": prompt, "prefix": keys_values})
         slots = None if cache is None else _reserve(cache, batch, rows, prefix)
         contexts = training_contexts(
-            self.spec.layers, self.position_modules, batch, parameter=like_hidden_states(self.embed), training=self.training,
-            prefix=prefix, relative=None if self.relative is None else self.relative(), source=source,
-            global_rule=self.spec.global_tokens, cache=cache, slots=slots,
-        )  # fmt: skip
+            self.spec.layers,
+            self.position_modules,
+            batch,
+            parameter=like_hidden_states(self.embed),
+            training=self.training,
+            prefix=prefix,
+            relative=None if self.relative is None else self.relative(),
+            source=source,
+            global_rule=self.spec.global_tokens,
+            cache=cache,
+            slots=slots,
+        )
         positions = batch.positions + offset if offset else batch.positions
         if keys_values is not None:
             contexts = [
@@ -201,7 +212,8 @@ class Transformer(nn.Module):
         positions = cache.lengths
         contexts = decoding_contexts(self.spec.layers, self.position_modules, cache)
         hidden = self._run(self.embedded(tokens, positions, None), contexts)
-        cache.lengths, cache.longest = positions + 1, cache.longest + 1
+        cache.lengths = positions + 1
+        cache.longest = cache.longest + 1
         return hidden
 
     @property
@@ -259,11 +271,13 @@ class Transformer(nn.Module):
             return
         row = max(range(len(batch.lengths)), key=batch.lengths.__getitem__)
         name = f" (row {batch.row_ids[row]})" if batch.row_ids else ""
-        length, before = batch.lengths[row], f" after a prefix of {prefix}" if prefix else ""
+        length = batch.lengths[row]
+        before = f" after a prefix of {prefix}" if prefix else ""
         for kind, given in virtual.items():
             behind = [] if given is None else (given[0] - batch.firsts[row]).tolist()
             if count := len(list(takewhile(behind.__contains__, range(length)))):
-                length, before = length - count, f" after a {kind} of {count}"
+                length = length - count
+                before = f" after a {kind} of {count}"
         raise UserError(
             f"a document of {length} tokens{before}{name} does not fit the model's "
             f"{self.spec.max_positions} positions; lower max_length or take a model with a longer context"

@@ -45,7 +45,8 @@ def describe_weights(model: nn.Module) -> str:
     holders = {id(each): (each, layer) for layer in model.modules() for each in layer.parameters(recurse=False)}
     groups: dict[tuple[str, str], list[tuple[int, int]]] = {}  # (frozen or trained, type) -> (numbers, bytes) of each
     for parameter, layer in holders.values():
-        size, kind = parameter.nbytes, str(parameter.dtype).removeprefix("torch.")
+        size = parameter.nbytes
+        kind = str(parameter.dtype).removeprefix("torch.")
         if not parameter.is_floating_point():  # quantized: with what its layer needs to dequantize it
             kind = "nf4" if hasattr(parameter, "quant_state") else "int8"
             held = (*_constants(layer), *_constants(parameter), parameter)

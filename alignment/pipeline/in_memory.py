@@ -97,9 +97,13 @@ def stage_function(name: str, summary: str, stage: str = "") -> Callable[..., St
     """`run_on_rows` for one stage, named as its verb where `stage` does not name another."""
 
     def function(
-        *, rows: Rows, output: str | Path, evaluation_rows: Rows | None = None, on_update: OnUpdate | None = None,
+        *,
+        rows: Rows,
+        output: str | Path,
+        evaluation_rows: Rows | None = None,
+        on_update: OnUpdate | None = None,
         **settings: Any,
-    ) -> StageResult:  # fmt: skip
+    ) -> StageResult:
         own = {"evaluation_rows": evaluation_rows, "on_update": on_update}
         return run_on_rows(stage or name, rows=rows, output=output, **own, **settings)
 
@@ -135,7 +139,9 @@ def write_lines(rows: Rows, folder: Path, name: str) -> str:
             f"{name}: got {type(rows).__name__}; rows are a list of mappings, a datasets.Dataset or a DataFrame, and a file is "
             "named in the config of the stage's command"
         )
-    lines, problems, missing = [], [], Counter[str]()
+    lines = []
+    problems = []
+    missing = Counter[str]()
     table: Any = rows
     records = table.to_dict("records") if hasattr(rows, "iterrows") else rows  # of a pandas.DataFrame
     read = from_arrow if type(rows).__module__.startswith("datasets.") else dict

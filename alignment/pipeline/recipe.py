@@ -127,7 +127,8 @@ def read_recipe(
     document = repeat_stages(override(read_yaml(path), own))
     recipe = build(Recipe, document)
     below: dict[str, list[str]] = {name: [] for name in recipe.names}
-    problems, stages = [], []
+    problems = []
+    stages = []
     for text in (text for text in overrides if text not in own):
         name, _, rest = text.partition(".")
         found = matching(below, name)
@@ -178,7 +179,8 @@ def repeat_stages(document: SourcedYaml) -> SourcedYaml:
     stands in that stage: `${pretrain_${seed}}/model` becomes `${pretrain_0}/model`. In a stage without the axis in its
     name an item of a list is repeated instead: `["${sft_${seed}}/model"]` becomes a list of both.
     """
-    matrix, stages = (document.values or {}).get("matrix"), (document.values or {}).get("stages")
+    matrix = (document.values or {}).get("matrix")
+    stages = (document.values or {}).get("stages")
     if not (
         isinstance(matrix, dict) and isinstance(stages, list) and all(isinstance(x, list) for x in matrix.values())
     ):
@@ -218,7 +220,8 @@ def check_expectations(expectations: Sequence[Expectation], output: Path) -> boo
     inside = True
     for expected in expectations:
         value = read_metric(output / expected.stage, expected.metric, expected.over)
-        low, high = expected.low, expected.high
+        low = expected.low
+        high = expected.high
         good = value is not None and (low is None or value >= low) and (high is None or value <= high)
         inside &= good
         bounds = " .. ".join("" if bound is None else f"{bound:g}" for bound in (low, high))

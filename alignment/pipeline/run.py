@@ -41,9 +41,14 @@ class Stage(NamedTuple):
 
 
 def run_recipe(
-    source: str, output: Path, overrides: Sequence[str] = (), *, start: str | None = None, only: str | None = None,
+    source: str,
+    output: Path,
+    overrides: Sequence[str] = (),
+    *,
+    start: str | None = None,
+    only: str | None = None,
     check: bool = False,
-) -> bool:  # fmt: skip
+) -> bool:
     """Run the stages that are not finished; True if the results lie in the recipe's expected ranges, or without `check`.
 
     A mistake in any stage is told before the first one starts.
@@ -91,7 +96,9 @@ def plan(source: str, output: Path, overrides: Sequence[str] = ()) -> tuple[Reci
     names |= {"configs": str(packaged_folder("configs"))} | {name: str(output / name) for name in recipe.names}
     raise_all(each for i, stage in enumerate(written) for each in _wrong_references(*stage, recipe.names[:i], folder))
     raise_all(problem for stage in written for problem in _missing_files(*stage, names))
-    problems, stages, code = [], list[Stage](), code_hash()
+    problems = []
+    stages = list[Stage]()
+    code = code_hash()
     hashes = dict.fromkeys(recipe.names, "wrong")  # stages that build on a wrong one are checked too
     for entry, document in written:
         try:
@@ -133,7 +140,8 @@ def _resolve(
     entry: StageEntry, document: SourcedYaml, names: Mapping[str, object], hashes: Mapping[str, str], code: str
 ) -> Stage:
     """Check a stage's config and collect everything that its result depends on."""
-    values, folder = dict(document.values or {}), Path(str(names["recipe"]))
+    values = dict(document.values or {})
+    folder = Path(str(names["recipe"]))
     config_class, run = find_stage(entry.run, folder)
     filled = {**fill(values, names), "output": names[entry.name]}
     config = build(config_class, SourcedYaml(filled, document.locations))
@@ -170,7 +178,8 @@ def _content(text: str, names: Mapping[str, object]) -> str | dict[str, str] | N
 
 def run_stage(stage: Stage, output: Path, *, rerun: bool) -> None:
     """Run a stage, from its checkpoints where its settings are unchanged; `complete` is written to its lineage.json last."""
-    directory, record = output / stage.name, read_json(output / "stages.json")
+    directory = output / stage.name
+    record = read_json(output / "stages.json")
     changed = record.get(stage.name, {}).get("hash") != stage.hash or hub_start_changed(directory)
     if directory.exists() and (rerun or changed):
         remove_directory(directory)
@@ -224,7 +233,8 @@ def hub_start_changed(directory: Path) -> bool:
 def _check_directories(stages: Sequence[Stage], output: Path, wanted: set[str]) -> None:
     """Refuse to overwrite a directory of the user, or to run a stage whose parents are not finished."""
     refuse_other_file(output / "report.html", PAGE)
-    record, by_name = read_json(output / "stages.json"), {stage.name: stage for stage in stages}
+    record = read_json(output / "stages.json")
+    by_name = {stage.name: stage for stage in stages}
     foreign = [output / name for name in wanted if name not in record and any((output / name).glob("*"))]
     parents = {parent for name in wanted for parent in by_name[name].lineage["parents"]} - wanted
     unfinished = [name for name in sorted(parents) if not is_finished(by_name[name], output)]

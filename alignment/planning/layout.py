@@ -19,7 +19,9 @@ from alignment.training.speed import PEAK_BANDWIDTH, PEAK_TFLOPS, card_bandwidth
 Backend = Literal["single", "ddp", "fsdp2", "zero1", "zero2", "zero3"]
 
 GB = 10**9  # as vendors count; GiB are 2^30
-CUDA_BYTES, NCCL_BYTES, CPU_BYTES = int(0.8 * GB), int(0.6 * GB), int(0.4 * GB)
+CUDA_BYTES = int(0.8 * GB)
+NCCL_BYTES = int(0.6 * GB)
+CPU_BYTES = int(0.4 * GB)
 FRAGMENTATION = 0.03  # of the peak, that the allocator of a GPU cannot use
 CPU_BANDWIDTH = 2e10  # bytes per second, of a usual processor
 DDP_BUCKET_BYTES = 128 * 2**20  # gradients that are summed at once
@@ -65,7 +67,8 @@ def find_device(gpu_memory: float | None, gpus: int | None, precision: str, tflo
         return Device(False, total_memory(), "this machine's processor", tflops or measured_tflops(precision))
     memory = None if gpu_memory is None else int(gpu_memory * GB)
     if memory is None and found:
-        card, memory = torch.cuda.get_device_name(0), torch.cuda.get_device_properties(0).total_memory
+        card = torch.cuda.get_device_name(0)
+        memory = torch.cuda.get_device_properties(0).total_memory
         if rate := tflops or peak_tflops(torch.device("cuda", 0), precision):
             return Device(True, memory, card, rate, card_bandwidth(0))
     usual = {24.5: "RTX 4090", 41: "A100", 90: "H100", math.inf: "H200"}  # the largest memory of a usual card
@@ -76,7 +79,8 @@ def find_device(gpu_memory: float | None, gpus: int | None, precision: str, tflo
 
 def total_memory() -> int:
     """Bytes of this machine's memory, or of the limit of its container."""
-    whole, limit = psutil.virtual_memory().total, Path("/sys/fs/cgroup/memory.max")
+    whole = psutil.virtual_memory().total
+    limit = Path("/sys/fs/cgroup/memory.max")
     text = limit.read_text().strip() if limit.is_file() else "max"
     return min(whole, int(text)) if text.isdecimal() else whole
 

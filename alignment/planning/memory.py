@@ -39,9 +39,14 @@ from alignment.ragged import DeviceBatch, Ragged, Seq2Seq, Sharing, allowed, com
 from alignment.training.backends.base import blocks_of, computing_types, whole_bytes
 from alignment.training.optim import hidden_matrices, optimizer_bytes
 
-WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer"
+WEIGHTS = "weights"
+GRADIENTS = "gradients"
+OPTIMIZER = "optimizer"
 SHARDED_SAMPLING = "sampling (sharded)"  # a phase
-ACTIVATIONS, LOGITS, CACHE, UNSHARDED = "activations", "logits", "key-value cache", "unsharded blocks and buckets"
+ACTIVATIONS = "activations"
+LOGITS = "logits"
+CACHE = "key-value cache"
+UNSHARDED = "unsharded blocks and buckets"
 SHARED = "shared base"
 USABLE = 0.9  # share of the room within which sampling takes whole weights, as ppo/setup.py has it
 MASKED_SHARE = 0.15  # of the tokens, in masked text
@@ -173,7 +178,11 @@ class Tracer:
         gpu: bool,
     ):
         """Take the networks over: their weights become fake tensors. `gpu`: models make the choices of a GPU."""
-        self.config, self.stage, self.networks, self.layout, self.gpu = config, stage, networks, layout, gpu
+        self.config = config
+        self.stage = stage
+        self.networks = networks
+        self.layout = layout
+        self.gpu = gpu
         self.mode = FakeTensorMode()
         make_fake(networks.values(), self.mode)
         if stage.options.get("values"):
@@ -228,7 +237,9 @@ class Tracer:
 
     def update(self, role: str, documents: Sequence[Length], more: bool, phase: str = "") -> Peak:
         """Forward and backward of one micro-batch; `more`: others came before, so that every gradient is there already."""
-        model, share, kind = self.networks[role], self.layout.gradients_share, f"{GRADIENTS} of {role}"
+        model = self.networks[role]
+        share = self.layout.gradients_share
+        kind = f"{GRADIENTS} of {role}"
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         batch = self.batch(documents)
         with self.running() as tracker:
@@ -254,7 +265,9 @@ class Tracer:
 
     def loss(self, role: str, batch: Ragged) -> Tensor:
         """A number whose gradient takes the memory of the stage's own loss: the sum of all that the network returns."""
-        model, stage, distillation = self.networks[role], self.stage, getattr(self.config, "distillation", None)
+        model = self.networks[role]
+        stage = self.stage
+        distillation = getattr(self.config, "distillation", None)
         options = dict(stage.options) if role == "policy" else {}
         if stage.networks[role].task == "scalar" and not is_encoder(model.config):  # the last layer computes no others
             options["tokens"] = batch.last if stage.kind in DOCUMENTS else batch.before
@@ -288,8 +301,10 @@ class Tracer:
         Sharded weights are whole meanwhile, or gathered block by block where whole ones do not fit.
         """
         config: Any = self.config
-        policy, responses = self.networks["policy"], rows.per_update * self.stage.responses
-        prompt, count = self.longest_prompt(rows), min(config.micro_rollout_batch_size, responses)
+        policy = self.networks["policy"]
+        responses = rows.per_update * self.stage.responses
+        prompt = self.longest_prompt(rows)
+        count = min(config.micro_rollout_batch_size, responses)
         batch = self.batch([(prompt, prompt - 1)] * count)
         with self.running() as tracker, torch.no_grad(), self.autocast(keep_casts=not self.layout.sharded):
             cache = policy.new_cache(count, prompt + config.max_new_tokens)
@@ -327,7 +342,8 @@ class Tracer:
 
     def autocast(self, *, keep_casts: bool = True) -> Any:
         """The context in which the run's networks compute; sharded weights leave no copies in it, DeepSpeed's neither."""
-        keep, on = keep_casts and not self.layout.sharded, self.config.training.precision == "bf16"
+        keep = keep_casts and not self.layout.sharded
+        on = self.config.training.precision == "bf16"
         return torch.autocast("cpu", dtype=torch.bfloat16, enabled=on, cache_enabled=keep)
 
     def _peak(self, phase: str, tracker: MemoryTracker, unsharded: int) -> Peak:
@@ -347,7 +363,8 @@ class Tracer:
 
     def rows_of_update(self, rows: DeviceRows) -> tuple[list[Length], bool]:
         """The largest micro-batch of an update: the longest rows, or rows as long as the config allows."""
-        stage, length = self.stage, self.config.data.max_length
+        stage = self.stage
+        length = self.config.data.max_length
         if stage.responses:
             learned = 1 if stage.documents > 1 else stage.responses  # of each prompt: one pair, or every response
             count = math.ceil(rows.per_update * learned / stage.minibatches)
@@ -380,7 +397,8 @@ class Tracer:
 
 def _computed(row: TokenizedRow, share: Sharing) -> list[Length]:
     """The tokens that are computed of each document of a row: of a shared prompt once."""
-    sizes, masks = [len(ids) for ids in row.documents], getattr(row, "masks", None)
+    sizes = [len(ids) for ids in row.documents]
+    masks = getattr(row, "masks", None)
     common = common_prompt(row.documents, masks) if masks is not None and allowed(share, sizes) else 0
     return [(size, max(size - 1, 1)) for size in (sizes[0], *(size - common for size in sizes[1:]))]
 

@@ -29,7 +29,9 @@ from alignment.planning.stages import Network, Start, Workload, is_encoder
 from alignment.reward_model.model import AdapterEnsemble
 
 Networks = dict[str, Any]  # role -> a model of one of our classes or around one of transformers'
-BLOCK, NESTED_BLOCK = 64, 256  # weights per scale; scales per scale of the scales
+# weights per scale; scales per scale of the scales
+BLOCK = 64
+NESTED_BLOCK = 256
 TABLE_BYTES = 4 * 16 + 4 * 256 + 4  # the tables of 4-bit and of 8-bit values, and the mean of the scales
 
 
@@ -75,7 +77,9 @@ def build_networks(stage: Workload, weights: WeightsConfig, *, shared: bool) -> 
 
 def _frozen(network: Network, weights: WeightsConfig, base_of: Callable[[Start], LanguageModel]) -> Any:
     """A frozen model with the adapters of its start, over a base that others may share where that has its trunk."""
-    start, task, labels = network.start, network.task, network.labels
+    start = network.start
+    task = network.task
+    labels = network.labels
     if task == "language":
         model = share_weights(base_of(start))
     elif task == "scalar" and not is_external_type(start.config) and not is_encoder(start.config):
@@ -179,7 +183,8 @@ class QuantizedPlaceholder(nn.Linear):
 
     def __init__(self, layer: nn.Linear, kind: Quantization):
         nn.Module.__init__(self)
-        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.in_features = layer.in_features
+        self.out_features = layer.out_features
         held = quantized_bytes(layer.out_features, layer.in_features, kind)
         packed = torch.empty(held, dtype=torch.uint8, device=layer.weight.device)
         self.weight = nn.Parameter(packed, requires_grad=False)

@@ -38,7 +38,9 @@ from alignment.training.distributed import init_distributed, launched_rank
 
 DEFAULT_TOKENS = 8192  # of a micro-batch, where `auto` has no memory to go by
 MOST_TOKENS = {True: 131_072, False: 16_384}  # of a micro-batch on a GPU, on a CPU: larger ones run no faster
-CPU_SHARE, GPU_SHARE = 0.8, 0.9  # of the free memory, that `auto` may count on
+# of the free memory, that `auto` may count on
+CPU_SHARE = 0.8
+GPU_SHARE = 0.9
 CHARACTERS = 4  # of a token: usual for English text and vocabularies of 30,000 tokens and more
 MOST_TRIALS = 6  # of the search for the largest micro-batch; each is a trace of the model
 
@@ -150,7 +152,8 @@ def make_plan(
     config: StageConfig, layout: Layout, device: Device, *, data: Data | None = None, near: Path | None = None
 ) -> Plan:
     """The plan of a run; `near`: folder of the user's config."""
-    data, tokens = data or Data(), config.training.micro_batch_tokens
+    data = data or Data()
+    tokens = config.training.micro_batch_tokens
     if tokens != "auto" or device.memory is None:
         return plan_at(config, layout, device, DEFAULT_TOKENS if tokens == "auto" else tokens, data=data, near=near)
 
@@ -179,7 +182,8 @@ def largest_that_fits(needed: Callable[[int], int], memory: int, *, row: int, mo
     """The largest number of tokens up to `most`, a multiple of `row`, which fits, of which the bytes `needed` fit."""
     if needed(most) <= memory:
         return most
-    fits, fails = 1, most // row
+    fits = 1
+    fails = most // row
     for _ in range(MOST_TRIALS):
         middle = (fits + fails) // 2
         if middle > fits:
@@ -239,7 +243,8 @@ def smaller_settings(plan: Plan) -> str:
 def _changed(plan: Plan, change: str, row: int, gpus: int) -> Plan | None:
     """The plan with a change of `smaller_settings`; None where the config does not take it."""
     if change.startswith("--gpus"):
-        config, layout = plan.config, read_layout("launch/fsdp2", gpus)
+        config = plan.config
+        layout = read_layout("launch/fsdp2", gpus)
     else:
         layout = plan.layout
         try:
@@ -265,7 +270,8 @@ def read_training_rows(config: StageConfig, stage: Workload) -> Data:
         with suppress(UserError):  # a base without the files of a tokenizer
             tokenizer = load_tokenizer(str(name), getattr(config, "chat_template", None), **new)
     if tokenizer is None:
-        data, sources = config.data, config.data.sources("train")
+        data = config.data
+        sources = config.data.sources("train")
         groups = [sources] if data.mixing == "concatenate" else [[source] for source in sources]
         read = [read_rows(group, stage.kind, max_rows=data.max_rows, on_bad_row="skip")[0] for group in groups]
         characters = mean_over_sources(data, [np.array(list(map(characters_of, rows))) for rows in read])
@@ -313,15 +319,18 @@ def run_length(
     counted: Literal["tokens", "characters", "max_length"] = "max_length"
     mean: float = config.data.max_length * of_row
     if data.examples:
-        mean, counted = mean_tokens(config.data, data.examples), "tokens"
+        mean = mean_tokens(config.data, data.examples)
+        counted = "tokens"
     elif data.characters is not None:
-        mean, counted = min(data.characters / CHARACTERS, mean), "characters"
+        mean = min(data.characters / CHARACTERS, mean)
+        counted = "characters"
     if stage.responses:
         mean = (mean + getattr(config, "max_new_tokens", 0)) * stage.responses
     length = max(1, round(mean / (stage.responses or of_row)))
     operations = 0.0
     for role, network in stage.networks.items():
-        forward, (total, trained) = forward_per_token(networks[role], length), parameter_count(networks[role])
+        forward = forward_per_token(networks[role], length)
+        total, trained = parameter_count(networks[role])
         operations += forward * (network.forwards + network.updates * (2 + trained / total))
     tokens = steps * training.batch_size * mean
     decoding = 0.0

@@ -146,9 +146,14 @@ def workload_of(config: StageConfig, near: Path | None = None) -> Workload:
             networks = _with_reference(config, policy, 1 + updates, near)
         networks |= scoring
         return Workload(
-            networks, "prompts", 2, config.responses_per_prompt, config.minibatches, asked=_asked(config, networks),
+            networks,
+            "prompts",
+            2,
+            config.responses_per_prompt,
+            config.minibatches,
+            asked=_asked(config, networks),
             dropout=False,
-        )  # fmt: skip
+        )
     policy = Network(start, updates=config.epochs, forwards=2, adapter=config.adapter)
     networks = _with_reference(config, policy, 1, near)
     if config.has_value_model and not config.shares_trunk:
@@ -159,9 +164,15 @@ def workload_of(config: StageConfig, near: Path | None = None) -> Workload:
     if config.pretrain is not None and config.pretrain_coef > 0:
         texts = config.pretrain.max_length, config.pretrain_batch_size
     return Workload(
-        networks, "prompts", 1, config.responses_per_prompt, config.minibatches, texts, dropout=False,
+        networks,
+        "prompts",
+        1,
+        config.responses_per_prompt,
+        config.minibatches,
+        texts,
+        dropout=False,
         options={"entropy": True} | ({"values": True} if config.shares_trunk else {}),
-    )  # fmt: skip
+    )
 
 
 def _with_reference(
@@ -181,7 +192,8 @@ def _asked(config: DPOConfig | OnlineDPOConfig, networks: Mapping[str, Network])
 
 def _reward_model(config: RewardConfig, start: Start) -> Network:
     """The reward model of a run: one, an ensemble of heads, or one of adapters over the same base."""
-    encoder, ensemble = is_encoder(start.config), config.ensemble
+    encoder = is_encoder(start.config)
+    ensemble = config.ensemble
     if encoder and config.loss == "steps":
         raise UserError(f"{config.policy}: an encoder learns no scores of steps (loss=steps); start from a decoder")
     network = Network(start, "scalar", updates=1, adapter=config.adapter, trains_head=encoder)
@@ -218,9 +230,14 @@ def _finetune(config: FinetuneConfig, near: Path | None) -> Workload:
     outputs = 1 if choice or config.task == "regression" else 2
     labels = {} if config.task == "question_answering" else {"num_labels": outputs}
     network = Network(
-        start, HEADS[config.task], 1, adapter=config.adapter, labels=labels, trains_head=True,
+        start,
+        HEADS[config.task],
+        1,
+        adapter=config.adapter,
+        labels=labels,
+        trains_head=True,
         trains_trunk=not config.frozen_trunk,
-    )  # fmt: skip
+    )
     return Workload({"policy": network}, None, CHOICES if choice else 1)
 
 

@@ -4,5 +4,10 @@ from alignment.reward_model.load import load_frozen_reward_model, load_reward_mo
 from alignment.reward_model.model import Combine, RewardModel
 
 __all__ = [
-    "Combine", "RewardModel", "load_frozen_reward_model", "load_reward_model", "load_reward_network", "member_count",
-]  # fmt: skip
+    "Combine",
+    "RewardModel",
+    "load_frozen_reward_model",
+    "load_reward_model",
+    "load_reward_network",
+    "member_count",
+]

@@ -40,7 +40,8 @@ class AdapterEnsemble(nn.Module):
     def __init__(self, members: Sequence[ScalarModel | ExternalScalarModel]):
         super().__init__()
         self.members = nn.ModuleList(members)
-        self.config, self.spec = members[0].config, members[0].spec
+        self.config = members[0].config
+        self.spec = members[0].spec
 
     def virtual_tokens(self) -> int:
         """Positions that a prefix or soft prompt takes in front of every document."""
@@ -98,7 +99,8 @@ def fit_calibration(scores: Tensor, of: str) -> Calibration:
     Source: Ziegler et al. 2019, arXiv:1909.08593, section 2.2 (samples of the starting policy).
     """
     scores = scores.double()
-    mean, deviation = scores.mean().item(), scores.std(correction=0).item()
+    mean = scores.mean().item()
+    deviation = scores.std(correction=0).item()
     if not deviation > 0:  # NaN too
         raise UserError(
             f"normalize: the deviation of the {len(scores)} scores of {of} is {deviation:g}, so no scale follows from them; "

@@ -12,7 +12,23 @@ from alignment.rewards.sandbox import SandboxLimits, passes, run_program
 from alignment.rewards.specs import AnswerSpec, CodeSpec, JudgeSpec, LengthSpec, MatchSpec, RewardSpec
 
 __all__ = [
-    "AnswerSpec", "CodeSpec", "JudgeSpec", "LengthSpec", "MatchSpec", "RewardPart", "RewardSpec", "Rewards", "SampledTexts",
-    "SandboxLimits", "Scores", "extract_code", "extract_number", "gsm8k_answer", "is_right", "normalized_text", "passes",
-    "run_program", "share_of_tests",
-]  # fmt: skip
+    "AnswerSpec",
+    "CodeSpec",
+    "JudgeSpec",
+    "LengthSpec",
+    "MatchSpec",
+    "RewardPart",
+    "RewardSpec",
+    "Rewards",
+    "SampledTexts",
+    "SandboxLimits",
+    "Scores",
+    "extract_code",
+    "extract_number",
+    "gsm8k_answer",
+    "is_right",
+    "normalized_text",
+    "passes",
+    "run_program",
+    "share_of_tests",
+]

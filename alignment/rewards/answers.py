@@ -90,7 +90,8 @@ def boxed_answer(text: str) -> str | None:
 
     Source: Hendrycks et al. 2021, arXiv:2103.03874, the form of its solutions.
     """
-    start, depth = text.rfind(BOX) + len(BOX), 1
+    start = text.rfind(BOX) + len(BOX)
+    depth = 1
     if start < len(BOX):
         return None
     for end in range(start, len(text)):
@@ -122,7 +123,9 @@ def _value(found: re.Match[str]) -> Fraction | None:
     """The value of a number; None of one too long, or divided by 0."""
     if len(found[0]) > MAX_DIGITS:
         return None
-    sign, exponent, power = found["sign"] or "", int(found["exponent"] or 0), int(found["power"] or 1)
+    sign = found["sign"] or ""
+    exponent = int(found["exponent"] or 0)
+    power = int(found["power"] or 1)
     value = Fraction(found["digits"].replace(",", ""))
     if abs(exponent) > MAX_DIGITS or abs(power) * len(found["digits"]) > MAX_DIGITS:
         return None

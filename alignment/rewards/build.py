@@ -176,7 +176,8 @@ def _text_scorer(name: str, reward: TextReward, tokenizer: Tokenizer, failures: 
     def score(prompts: Sequence[Example], responses: Sequence[Sequence[int]], ended: Sequence[bool]) -> Tensor:
         texts = [response_text(tokenizer, ids, end) for ids, end in zip(responses, ended, strict=True)]
         failures.clear()
-        written, columns = [prompt.prompt for prompt in prompts], [prompt.extra for prompt in prompts]
+        written = [prompt.prompt for prompt in prompts]
+        columns = [prompt.extra for prompt in prompts]
         values = list(reward(SampledTexts(written, texts, columns, [len(ids) for ids in responses], failures)))
         if len(values) != len(responses):
             raise UserError(

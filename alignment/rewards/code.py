@@ -24,7 +24,9 @@ def extract_code(text: str) -> str:
     off, does not count.
     """
     found: dict[bool, str] = {}
-    fence, info, lines = "", "", []
+    fence = ""
+    info = ""
+    lines = []
     for line in text.splitlines(keepends=True):
         match = FENCE.fullmatch(line)
         if fence and not (match and match[1].startswith(fence) and not match[2].strip()):
@@ -34,7 +36,9 @@ def extract_code(text: str) -> str:
                 found[bool(info)] = textwrap.dedent("".join(lines))
             fence = ""
         elif match and not (match[1][0] == "`" and "`" in match[2]):  # ```x``` in one line is no fence
-            fence, info, lines = match[1], match[2].strip().lower(), []
+            fence = match[1]
+            info = match[2].strip().lower()
+            lines = []
     return found.get(True, found.get(False, text))
 
 

@@ -116,7 +116,8 @@ class PartNormalizer:
         count, mean, squares = _moments(values, reduce)
         if not count or (self.mode == "first" and self.squares):
             return
-        before, distance = self.count, mean - self.mean
+        before = self.count
+        distance = mean - self.mean
         self.count += count
         self.squares += squares + (distance**2 * before * count / self.count if before else 0.0)
         self.mean += distance * (count / self.count)  # exactly the mean of the first samples
@@ -171,7 +172,8 @@ class Rewards:
     """
 
     def __init__(self, parts: Sequence[RewardPart], reduce: Reduce):
-        self.parts, self.reduce = tuple(parts), reduce
+        self.parts = tuple(parts)
+        self.reduce = reduce
         self._normalizers = {part.name: part.normalizer for part in parts if part.normalizer is not None}
 
     def __call__(self, prompts: Sequence[Example], responses: Sequence[Sequence[int]], ended: Sequence[bool]) -> Scores:
@@ -206,7 +208,8 @@ class Rewards:
         return self._sum(given, prompts)
 
     def _sum(self, given: dict[str, Tensor], prompts: Sequence[Example]) -> Scores:
-        total, shaped = torch.zeros(len(prompts)), torch.zeros(len(prompts))
+        total = torch.zeros(len(prompts))
+        shaped = torch.zeros(len(prompts))
         for part in self.parts:
             total = total + part.weight * given[part.name].nan_to_num()
             shaped = shaped + part.weight * part.shaped(given[part.name]).nan_to_num()

@@ -81,7 +81,8 @@ def judge_reward(spec: JudgeSpec) -> TextReward:
 
 def request_body(spec: JudgeSpec, samples: SampledTexts, row: int) -> str:
     """The JSON that is posted for one response; equal responses to equal prompts give the same."""
-    prompt, response = samples.prompts[row], samples.responses[row]
+    prompt = samples.prompts[row]
+    response = samples.responses[row]
     extra = samples.columns[row] if samples.columns else {}
     columns = {name: extra.get(name) for name in spec.columns}
     if spec.template is None:
@@ -124,7 +125,8 @@ def send_json(service: ServiceSpec, body: bytes | None, *, text_too: bool = Fals
 
 def _send_once(service: ServiceSpec, body: bytes | None, *, text_too: bool) -> object:
     """One try, given up where it takes longer than the time-out, however slowly the answer comes."""
-    parts, deadline = urlsplit(service.url), time.monotonic() + service.timeout_seconds
+    parts = urlsplit(service.url)
+    deadline = time.monotonic() + service.timeout_seconds
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     headers = {"Content-Type": "application/json", "Accept": "application/json"}
     if service.key_variable is not None:
@@ -208,7 +210,8 @@ def read_score(spec: JudgeSpec, answer: object) -> float:
             score = stated_score(text) if spec.pattern is None else _last_match(spec.pattern, text)
     except (KeyError, IndexError, TypeError, ValueError, OverflowError):
         raise RequestFailed("an answer without a score") from None
-    low, high = (-math.inf if spec.low is None else spec.low), (math.inf if spec.high is None else spec.high)
+    low = -math.inf if spec.low is None else spec.low
+    high = math.inf if spec.high is None else spec.high
     if not math.isfinite(score) or not low <= score <= high:
         raise RequestFailed("a score outside of low and high")
     return score

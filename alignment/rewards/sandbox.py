@@ -81,7 +81,8 @@ def run_program(code: str, text: str, limits: SandboxLimits, modules: tuple[str,
 
     `modules` are loaded beside those that the code imports.
     """
-    task, deadline = {"code": code, "modules": modules, "input": text}, time.monotonic() + limits.wall_seconds
+    task = {"code": code, "modules": modules, "input": text}
+    deadline = time.monotonic() + limits.wall_seconds
     with task_file(task) as given, started("program", asdict(limits), stdin=given, stdout=subprocess.PIPE) as process:
         output = printed_by(process, limits)
         try:  # a program may close its output and go on
@@ -135,9 +136,15 @@ def started(
     """
     arguments = [sys.executable, "-I", "-S", "-E", "-B", "-X", "utf8", str(PROGRAM), role, json.dumps(settings)]
     process = subprocess.Popen(
-        arguments, stdin=stdin, stdout=stdout, stderr=subprocess.DEVNULL,
-        env={}, cwd="/", start_new_session=True, pass_fds=kept,
-    )  # fmt: skip
+        arguments,
+        stdin=stdin,
+        stdout=stdout,
+        stderr=subprocess.DEVNULL,
+        env={},
+        cwd="/",
+        start_new_session=True,
+        pass_fds=kept,
+    )
     try:
         yield process
     finally:
@@ -151,7 +158,9 @@ def started(
 def printed_by(process: "subprocess.Popen[bytes]", limits: SandboxLimits) -> bytes | None:
     """All that a process prints; None where it takes too long or prints too much."""
     assert process.stdout is not None
-    deadline, received, poll = time.monotonic() + limits.wall_seconds, b"", select.poll()
+    deadline = time.monotonic() + limits.wall_seconds
+    received = b""
+    poll = select.poll()
     poll.register(process.stdout, select.POLLIN)
     while (left := deadline - time.monotonic()) > 0 and poll.poll(1000 * left):
         part = os.read(process.stdout.fileno(), 65_536)

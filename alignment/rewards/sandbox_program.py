@@ -30,7 +30,9 @@ import symtable
 import sys
 import types
 
-REFUSED, DIED = 77, 78  # exit codes: no sandbox on this machine; the other process is gone
+# exit codes: no sandbox on this machine; the other process is gone
+REFUSED = 77
+DIED = 78
 EPERM = 1
 ARCHES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # AUDIT_ARCH_*
 ALLOWED = {  # system call -> its number on x86_64 and on aarch64; every other one gives EPERM
@@ -55,7 +57,9 @@ HELPERS = frozenset({  # names of other libraries that tests forget to import: a
     "array_equal", "raises", "pytest", "np", "numpy", "pd", "pandas", "scipy", "sympy", "torch",
 })  # fmt: skip
 LATER = {"datetime": ["_strptime"], "time": ["_strptime"], "collections": ["collections.abc", "heapq"]}  # on first use
-LANDLOCK_CREATE, LANDLOCK_RESTRICT = 444, 446  # the same numbers on both machines
+# the same numbers on both machines
+LANDLOCK_CREATE = 444
+LANDLOCK_RESTRICT = 446
 LANDLOCK_FILE_RIGHTS = (13, 14, 15, 15, 16)  # number of file rights by version of the interface, from 1 on
 NAMES: "dict[str, object]" = {"__builtins__": builtins}  # of the code or the tests
 PEER: "Peer | None" = None  # the one end of the pipes that this process has
@@ -64,7 +68,9 @@ PEER: "Peer | None" = None  # the one end of the pipes that this process has
 def run_role() -> None:
     """Read one line with what to do, load the modules that it imports, shut the sandbox, and do it."""
     global NAMES, PEER
-    role, settings, requests = sys.argv[1], json.loads(sys.argv[2]), private(0)
+    role = sys.argv[1]
+    settings = json.loads(sys.argv[2])
+    requests = private(0)
     task = json.loads(requests.readline())
     limit(settings)
     load([*task["modules"], *imported(task["code"])])
@@ -83,7 +89,8 @@ def run_role() -> None:
         answer_requests(task["code"], PEER)
         return
     verdict = private(1)
-    questions, replies = os.fdopen(settings["requests"], "wb"), os.fdopen(settings["replies"], "rb")
+    questions = os.fdopen(settings["requests"], "wb")
+    replies = os.fdopen(settings["replies"], "rb")
     modules = imported(task["tests"])
     questions.write(json.dumps({"modules": modules, "code": task["code"]}).encode() + b"\n")
     questions.flush()
@@ -125,7 +132,8 @@ def imported(code: str) -> "list[str]":
 
 def use_loop_without_sockets() -> None:
     """Let asyncio make event loops that wait for time alone."""
-    asyncio, time = sys.modules["asyncio"], importlib.import_module("time")
+    asyncio = sys.modules["asyncio"]
+    time = importlib.import_module("time")
 
     class Loop(asyncio.BaseEventLoop):
         """Its own selector, in which nothing ever happens."""
@@ -160,7 +168,8 @@ def limit(settings: "dict[str, float]") -> None:
     """Limits on time, memory and files, from the reading of the code on: its source alone may be a trap."""
     import resource  # not there on Windows, where the names of tests are still read
 
-    cpu, memory = max(1, round(settings["cpu_seconds"] + 0.499)), int(settings["memory_megabytes"] * 2**20)
+    cpu = max(1, round(settings["cpu_seconds"] + 0.499))
+    memory = int(settings["memory_megabytes"] * 2**20)
     limits = {"CPU": cpu, "AS": memory, "FSIZE": 0, "NOFILE": 16, "NPROC": 0, "CORE": 0, "MEMLOCK": 0}
     for name, most in limits.items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (most, most))
@@ -171,7 +180,8 @@ def restrict_process() -> None:
 
     The process exits with `REFUSED` where the kernel does not do as it is asked.
     """
-    libc, machine = ctypes.CDLL(None, use_errno=True), os.uname().machine
+    libc = ctypes.CDLL(None, use_errno=True)
+    machine = os.uname().machine
     libc.prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
     libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: die with the parent
     if machine not in ARCHES or libc.prctl(38, 1, 0, 0, 0):  # PR_SET_NO_NEW_PRIVS
@@ -189,8 +199,13 @@ def filter_of(machine: str) -> bytes:
 
     A call of another architecture's table kills the process.
     """
-    load, equal, back = 0x20, 0x15, 0x06  # BPF_LD|W|ABS, BPF_JMP|JEQ|K, BPF_RET|K
-    kill, refuse, allow = 0x80000000, 0x00050000 | EPERM, 0x7FFF0000
+    # BPF_LD|W|ABS, BPF_JMP|JEQ|K, BPF_RET|K
+    load = 0x20
+    equal = 0x15
+    back = 0x06
+    kill = 0x80000000
+    refuse = 0x00050000 | EPERM
+    allow = 0x7FFF0000
     numbers = sorted(pair[list(ARCHES).index(machine)] for pair in ALLOWED.values())
     steps = [(load, 0, 0, 4), (equal, 1, 0, ARCHES[machine]), (back, 0, 0, kill), (load, 0, 0, 0)]
     steps += [(equal, len(numbers) - i, 0, number) for i, number in enumerate(numbers)]
@@ -218,31 +233,72 @@ def forbid_files(libc: ctypes.CDLL) -> None:
 
 EXACT = {type(None), bool, float, str}  # sent as JSON
 VALUES = {  # further immutable values, made anew by their type: module -> names
-    "builtins": {"complex", "range", "slice"}, "decimal": {"Decimal"}, "fractions": {"Fraction"},
+    "builtins": {"complex", "range", "slice"},
+    "decimal": {"Decimal"},
+    "fractions": {"Fraction"},
     "datetime": {"date", "datetime", "time", "timedelta", "timezone"},
-}  # fmt: skip
+}
 CONTAINERS = (  # changeable; a derived class before its base
-    collections.OrderedDict, collections.defaultdict, collections.Counter, collections.deque, dict, list, set, bytearray,
-)  # fmt: skip
+    collections.OrderedDict,
+    collections.defaultdict,
+    collections.Counter,
+    collections.deque,
+    dict,
+    list,
+    set,
+    bytearray,
+)
 CONTENTS = (int, float, complex, str, bytes, tuple, frozenset)  # bases whose content decides for a derived object
 ERRORS = {  # modules whose exceptions are made anew where the tests are
-    "decimal", "json.decoder", "queue", "_queue", "zlib", "binascii", "struct", "_struct", "re", "statistics", "dataclasses",
+    "decimal",
+    "json.decoder",
+    "queue",
+    "_queue",
+    "zlib",
+    "binascii",
+    "struct",
+    "_struct",
+    "re",
+    "statistics",
+    "dataclasses",
     "asyncio.exceptions",
-}  # fmt: skip
+}
 STEERING = (StopIteration, StopAsyncIteration, GeneratorExit)  # end a loop of the tests without a failure
 HIDDEN = (types.ModuleType, types.FrameType, types.CodeType, types.TracebackType)
 SHOWN = {"__name__", "__qualname__", "__doc__", "__module__"}  # of the special attributes that the tests give away
 OPERATORS = (
-    "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "lshift", "rshift", "and", "or", "xor",
-)  # fmt: skip
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "pow",
+    "matmul",
+    "lshift",
+    "rshift",
+    "and",
+    "or",
+    "xor",
+)
 ARITHMETIC = {f"__{name}__": getattr(operator, f"__{name}__") for name in OPERATORS}
 REVERSED = {f"__r{name[2:]}": (lambda x, y, action=action: action(y, x)) for name, action in ARITHMETIC.items()}
 COMPARISONS = {f"__{name}__": getattr(operator, name) for name in ["eq", "ne", "lt", "le", "gt", "ge"]}
 CONVERSIONS = {
-    "__int__": int, "__float__": float, "__complex__": complex, "__index__": operator.index, "__abs__": abs,
-    "__round__": round, "__bool__": bool, "__neg__": operator.neg, "__pos__": operator.pos, "__invert__": operator.invert,
-    "__trunc__": lambda x: x.__trunc__(), "__floor__": lambda x: x.__floor__(), "__ceil__": lambda x: x.__ceil__(),
-}  # fmt: skip
+    "__int__": int,
+    "__float__": float,
+    "__complex__": complex,
+    "__index__": operator.index,
+    "__abs__": abs,
+    "__round__": round,
+    "__bool__": bool,
+    "__neg__": operator.neg,
+    "__pos__": operator.pos,
+    "__invert__": operator.invert,
+    "__trunc__": lambda x: x.__trunc__(),
+    "__floor__": lambda x: x.__floor__(),
+    "__ceil__": lambda x: x.__ceil__(),
+}
 OTHERS = {
     "__len__": len, "__hash__": hash, "__str__": str, "__repr__": repr, "__format__": format, "__iter__": iter,
     "__next__": next, "__reversed__": reversed, "__contains__": operator.contains, "__getitem__": operator.getitem,
@@ -253,9 +309,20 @@ OTHERS = {
 }  # fmt: skip
 OPERATIONS = {**ARITHMETIC, **REVERSED, **COMPARISONS, **CONVERSIONS, **OTHERS}
 READING = {  # methods that look at the content of a list or a set: no answer overrides them
-    "__iter__", "__len__", "__contains__", "__reversed__", "count", "index", "isdisjoint", "issubset", "issuperset",
-    "union", "intersection", "difference", "symmetric_difference",
-}  # fmt: skip
+    "__iter__",
+    "__len__",
+    "__contains__",
+    "__reversed__",
+    "count",
+    "index",
+    "isdisjoint",
+    "issubset",
+    "issuperset",
+    "union",
+    "intersection",
+    "difference",
+    "symmetric_difference",
+}
 LOCAL = {"__class__", "__next__", "__iter__", "__copy__", "__deepcopy__", *COMPARISONS}
 
 
@@ -333,7 +400,8 @@ for _name in OPERATIONS:
 def standard_name(value: object) -> "tuple[str, str] | None":
     """Module and name of a class or function of the standard library; None of everything else."""
     owner = getattr(value, "__objclass__", value)
-    module, name = getattr(owner, "__module__", None), getattr(value, "__qualname__", None)
+    module = getattr(owner, "__module__", None)
+    name = getattr(value, "__qualname__", None)
     if not isinstance(module, str) or not isinstance(name, str) or module in ("__tests__", "__answer__", "__main__"):
         return None
     return (module, name) if standard(module, name) is value else None
@@ -371,7 +439,8 @@ def container_items(value: object) -> "list[object]":
 
 def set_items(container: object, items: "list[object]") -> None:
     """Make a container hold what `container_items` gave."""
-    kind, half = builtin_base(CONTAINERS, container), len(items) // 2
+    kind = builtin_base(CONTAINERS, container)
+    half = len(items) // 2
     kind.clear(container)
     if not issubclass(kind, dict):
         return (kind.update if kind is set else kind.extend)(container, items)
@@ -392,19 +461,28 @@ class Peer:
     """
 
     def __init__(self, received: io.BufferedIOBase, sent: io.BufferedIOBase, longest: "int | None", *, judges: bool):
-        self.received, self.sent, self.longest, self.judges = received, sent, longest, judges
+        self.received = received
+        self.sent = sent
+        self.longest = longest
+        self.judges = judges
         self.objects: dict[int, object] = {}  # above 0: of this end; below: of the other
         self.numbers: dict[int, int] = {}  # id -> number
         self.contents: dict[int, list[object] | None] = {}  # containers -> items as the other end knows them
-        self.last, self.receiving, self.asked = 0, False, False
+        self.last = 0
+        self.receiving = False
+        self.asked = False
         self.shown: dict[str, object] = {}  # variables of the answer that the tests read, as the tests know them
         self.mixed: set[int] = set()  # results of arithmetic of an object of the answer with a number of the tests
         self.decoders = {  # mark of an encoded value -> what makes the value of the rest
-            "known": lambda number: self.objects[number], "int": lambda text: int(text, 16), "bytes": bytes.fromhex,
-            "tuple": lambda *parts: tuple(map(self.decode, parts)), "value": self.decode_value,
-            "frozenset": lambda *parts: frozenset(map(self.decode, parts)), "standard": self.decode_standard,
+            "known": lambda number: self.objects[number],
+            "int": lambda text: int(text, 16),
+            "bytes": bytes.fromhex,
+            "tuple": lambda *parts: tuple(map(self.decode, parts)),
+            "value": self.decode_value,
+            "frozenset": lambda *parts: frozenset(map(self.decode, parts)),
+            "standard": self.decode_standard,
             "error": self.decode_error,
-        }  # fmt: skip
+        }
 
     def ask(self, action: str, target: object, *items: object, **named: object) -> object:
         """The value that the other end gives; its exception is raised."""
@@ -416,10 +494,14 @@ class Peer:
         mixed = mixed or (
             self.judges and bool(items) and is_remote(items[0]) and self.numbers[id(items[0])] in self.mixed
         )
-        self.send({
-            "do": action, "to": number and -number, "items": [self.encode(item) for item in items],
-            "named": {name: self.encode(item) for name, item in named.items()},
-        })  # fmt: skip
+        self.send(
+            {
+                "do": action,
+                "to": number and -number,
+                "items": [self.encode(item) for item in items],
+                "named": {name: self.encode(item) for name, item in named.items()},
+            }
+        )
         while "do" in (message := self.read_message()):
             self.send(self.perform(message))
         if "error" in message:
@@ -436,7 +518,9 @@ class Peer:
     def perform(self, message: "dict[str, object]") -> "dict[str, object]":
         """The reply to a request."""
         try:
-            action, target, items = message["do"], message.pop("to"), message.pop("items")
+            action = message["do"]
+            target = message.pop("to")
+            items = message.pop("items")
             named = message.pop("named")
             if self.judges and action == "input":
                 return {"value": self.encode(builtins.input(*items))}
@@ -467,21 +551,28 @@ class Peer:
                 name: self.encode(NAMES[name]) for name in self.shown if NAMES.get(name) is not self.shown[name]
             }
             self.shown = {name: NAMES.get(name) for name in self.shown}
-        changes, done = [], set()
+        changes = []
+        done = set()
         while not self.receiving and (left := [number for number in self.contents if number not in done]):
             for number in left:
                 done.add(number)
-                container, before = self.objects[number], self.contents[number]
+                container = self.objects[number]
+                before = self.contents[number]
                 items = container_items(container)
                 if before is None or len(items) != len(before) or not all(map(operator.is_, items, before)):
                     self.contents[number] = items
                     changes.append([number, *self.kind_of(container), [self.encode(item) for item in items]])
                 del container, before, items
         dropped = []
-        while dead := [] if self.receiving else [
-            number for number in self.contents
-            if type(self.objects[number]) in CONTAINERS and sys.getrefcount(self.objects[number]) <= 2
-        ]:  # fmt: skip
+        while (
+            dead := []
+            if self.receiving
+            else [
+                number
+                for number in self.contents
+                if type(self.objects[number]) in CONTAINERS and sys.getrefcount(self.objects[number]) <= 2
+            ]
+        ):
             dropped += dead
             for number in dead:
                 self.forget(number)
@@ -515,7 +606,8 @@ class Peer:
                 if name in self.shown and NAMES.get(name) is self.shown[name]:
                     self.shown[name] = NAMES[name] = value
             for number, kind, extra, items in message.pop("changes"):
-                container, factory = self.objects[-number], self.decode(extra)
+                container = self.objects[-number]
+                factory = self.decode(extra)
                 if -number not in self.contents:
                     os._exit(DIED)
                 set_items(container, [self.decode(item) for item in items])
@@ -544,7 +636,8 @@ class Peer:
 
     def add(self, number: int, value: object) -> object:
         """Give a value a number."""
-        self.objects[number], self.numbers[id(value)] = value, number
+        self.objects[number] = value
+        self.numbers[id(value)] = number
         if isinstance(value, CONTAINERS):
             self.contents[number] = None if number > 0 else []
         return value
@@ -709,7 +802,9 @@ def parts_of(value: object) -> "tuple[object, ...]":
 
 # The answer
 
-PRINTED, LONGEST_PRINT = io.BytesIO(), 2_000  # what is printed goes to the tests, and no more than this from one call
+# what is printed goes to the tests, and no more than this from one call
+PRINTED = io.BytesIO()
+LONGEST_PRINT = 2_000
 
 
 def printed_text() -> str:
@@ -790,7 +885,9 @@ def names_of_tests(tests: str) -> "dict[str, list[str]]":
         imported by the tests; needed: those of `answer` that are read and not bound. Local names are in none.
     """
     tree = ast.parse(tests, "<tests>")
-    read, needed, bound = set(), set(), set()
+    read = set()
+    needed = set()
+    bound = set()
     scopes = [symtable.symtable(tests, "<tests>", "exec")]
     for scope in scopes:
         scopes += scope.get_children()

@@ -48,7 +48,8 @@ def choose_pair(
     able = [i for i, score in enumerate(scores) if not math.isnan(score)]
     if not able:
         return None
-    best, worst = max(able, key=lambda i: scores[i]), min(able, key=lambda i: scores[i])
+    best = max(able, key=lambda i: scores[i])
+    worst = min(able, key=lambda i: scores[i])
     if scores[best] == scores[worst] or texts[best] == texts[worst]:
         return None
     return None if threshold is not None and scores[best] < threshold else (best, worst)

@@ -147,9 +147,12 @@ class ServiceSpec(Settings):
 
     RULES = (
         Rule("url", lambda c: url_problem(c.url)),
-        Rule("key_variable", lambda c: c.key_variable is not None and not re.fullmatch(r"[A-Za-z_]\w*", c.key_variable),
-             "must be the name of an environment variable, not the key itself"),
-    )  # fmt: skip
+        Rule(
+            "key_variable",
+            lambda c: c.key_variable is not None and not re.fullmatch(r"[A-Za-z_]\w*", c.key_variable),
+            "must be the name of an environment variable, not the key itself",
+        ),
+    )
 
 
 @dataclass(frozen=True)
@@ -181,15 +184,24 @@ class JudgeSpec(ServiceSpec):
     high: float | None = None
 
     RULES = (
-        Rule("protocol", lambda c: c.protocol == "openai" and None in (c.model, c.template),
-             "openai of a judge needs model and template"),
-        Rule("protocol", lambda c: c.protocol == "json" and (c.model, c.template, c.pattern) != (None, None, None),
-             "json has no model, template and pattern; they go with protocol: openai"),
+        Rule(
+            "protocol",
+            lambda c: c.protocol == "openai" and None in (c.model, c.template),
+            "openai of a judge needs model and template",
+        ),
+        Rule(
+            "protocol",
+            lambda c: c.protocol == "json" and (c.model, c.template, c.pattern) != (None, None, None),
+            "json has no model, template and pattern; they go with protocol: openai",
+        ),
         Rule("template", lambda c: c.template is not None and template_problem(c.template, c.columns)),
         Rule("pattern", lambda c: c.pattern is not None and _group_problem(c.pattern)),
-        Rule("low", lambda c: c.low is not None and c.high is not None and c.low >= c.high,
-             "({self.low}) must be below high ({self.high})"),
-    )  # fmt: skip
+        Rule(
+            "low",
+            lambda c: c.low is not None and c.high is not None and c.low >= c.high,
+            "({self.low}) must be below high ({self.high})",
+        ),
+    )
 
 
 SHORT_FORMS = {"format": MatchSpec, "regex": MatchSpec, "answer": AnswerSpec, "judge": JudgeSpec}  # of one text
@@ -243,23 +255,41 @@ class RewardSpec(Settings):
     normalize: Literal["none", "first", "running"] | None = None
 
     RULES = (
-        Rule("reward_model", lambda c: len(c.kinds) != 1 and (" and ".join(c.kinds) or "none"),
-             f"or another kind must be given, one of {', '.join(KINDS)} in each entry; found {{found}}"),
-        Rule("function", lambda c: c.function is not None and not re.fullmatch(r"[\w.]+:[\w.<>]+", c.function),
-             "must be module:name, got {self.function!r}"),
+        Rule(
+            "reward_model",
+            lambda c: len(c.kinds) != 1 and (" and ".join(c.kinds) or "none"),
+            f"or another kind must be given, one of {', '.join(KINDS)} in each entry; found {{found}}",
+        ),
+        Rule(
+            "function",
+            lambda c: c.function is not None and not re.fullmatch(r"[\w.]+:[\w.<>]+", c.function),
+            "must be module:name, got {self.function!r}",
+        ),
         Rule("format", lambda c: isinstance(c.format, str) and refusal(compile_pattern, c.format)),
         Rule("regex", lambda c: isinstance(c.regex, str) and refusal(compile_pattern, c.regex)),
         Rule("judge", lambda c: isinstance(c.judge, str) and url_problem(c.judge)),
         Rule("weight", lambda c: c.weight == 0, "must not be 0; leave the entry out, or log it by `metrics`"),
-        Rule("name", lambda c: c.name is not None and not re.fullmatch(r"[\w.-]+", c.name),
-             "may have letters, digits and _ . - only, got {self.name!r}"),
-        Rule("clip", lambda c: c.clip is not None and c.clip[0] >= c.clip[1],
-             "must be [low, high] with low below high, got {self.clip}"),
-        Rule("reward_combine", lambda c: c.reward_model is None and (c.reward_combine != "mean" or c.reward_std_coef != 1),
-             "and reward_std_coef go with reward_model"),
-        Rule("reward_std_coef", lambda c: c.reward_std_coef != 1 and c.reward_combine != "lower",
-             "goes with reward_combine=lower, not with {self.reward_combine}"),
-    )  # fmt: skip
+        Rule(
+            "name",
+            lambda c: c.name is not None and not re.fullmatch(r"[\w.-]+", c.name),
+            "may have letters, digits and _ . - only, got {self.name!r}",
+        ),
+        Rule(
+            "clip",
+            lambda c: c.clip is not None and c.clip[0] >= c.clip[1],
+            "must be [low, high] with low below high, got {self.clip}",
+        ),
+        Rule(
+            "reward_combine",
+            lambda c: c.reward_model is None and (c.reward_combine != "mean" or c.reward_std_coef != 1),
+            "and reward_std_coef go with reward_model",
+        ),
+        Rule(
+            "reward_std_coef",
+            lambda c: c.reward_std_coef != 1 and c.reward_combine != "lower",
+            "goes with reward_combine=lower, not with {self.reward_combine}",
+        ),
+    )
 
     @property
     def kinds(self) -> list[str]:
@@ -283,7 +313,8 @@ def url_problem(url: str) -> str:
         parts = urlsplit(url)
         good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
-        parts, good = urlsplit(""), False
+        parts = urlsplit("")
+        good = False
     way_out = "name an environment variable in key_variable, whose key is sent as a bearer token"
     if "@" in parts.netloc:
         return f"holds a password or a user name; {way_out}"
@@ -316,7 +347,8 @@ def _group_problem(pattern: str) -> str:
 
 def names_of(specs: Sequence[RewardSpec]) -> list[str]:
     """The name of each entry; those made of the kind get a number from the second of their kind on."""
-    given, names = [spec.name for spec in specs if spec.name is not None], list[str]()
+    given = [spec.name for spec in specs if spec.name is not None]
+    names = list[str]()
     if twice := [name for name in given if given.count(name) > 1]:
         raise ValueError(f"rewards: two entries are named {twice[0]!r}; names have to differ")
     for spec in specs:

@@ -59,10 +59,12 @@ class ModelThread:
 
     def __init__(self, make_engine: Callable[[], DecodingEngine]):
         """Start the thread; `make_engine` is called again after a failed step, whose engine may hold half of it."""
-        self._make_engine, self._engine = make_engine, make_engine()
+        self._make_engine = make_engine
+        self._engine = make_engine()
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._receivers: dict[int, Receiver] = {}  # by the request's number in the engine
-        self.alive, self._lock = True, threading.Lock()  # nothing is ordered after `alive` is unset under the lock
+        self.alive = True
+        self._lock = threading.Lock()  # nothing is ordered after `alive` is unset under the lock
         self._began: float | None = None  # the present step or order; None between two
         self._thread = threading.Thread(target=self._work, name="model", daemon=True)
         self._thread.start()
@@ -167,7 +169,8 @@ class ModelThread:
                 self._engine.cancel(number)
 
     def _fail_all(self, message: str) -> None:
-        receivers, self._receivers = list(self._receivers.values()), {}
+        receivers = list(self._receivers.values())
+        self._receivers = {}
         for receive in receivers:
             _tell(receive, BadRequest(message, status=500))
 
@@ -226,9 +229,11 @@ class ServedModel:
         Raises:
             BadRequest: a prompt that, with the response, does not fit the model's positions.
         """
-        chat, seed = isinstance(asked, ChatBody), secrets.randbits(48) if asked.seed is None else asked.seed % 2**64
+        chat = isinstance(asked, ChatBody)
+        seed = secrets.randbits(48) if asked.seed is None else asked.seed % 2**64
         stop = (asked.stop,) if isinstance(asked.stop, str) else asked.stop
-        requests, adapter = [], asked.model if asked.model in self.adapters else None
+        requests = []
+        adapter = asked.model if asked.model in self.adapters else None
         positions = self.positions - self.adapters.get(asked.model or "", 0)
         for ids in prompts:
             room = positions - (0 if self.reads_apart else len(ids))
@@ -243,9 +248,15 @@ class ServedModel:
             if asked.min_tokens > longest:
                 raise BadRequest(f"min_tokens is above max_tokens, {longest}", "min_tokens")
             sampling = SamplingConfig(
-                longest, asked.temperature, asked.top_k, asked.top_p, seed, asked.min_p, asked.repetition_penalty,
+                longest,
+                asked.temperature,
+                asked.top_k,
+                asked.top_p,
+                seed,
+                asked.min_p,
+                asked.repetition_penalty,
                 min_new_tokens=asked.min_tokens,
-            )  # fmt: skip
+            )
             requests += [
                 DecodingRequest(ids, sampling, row, self.stop_ids, stop, asked.alternatives or 0, "model", adapter)
                 for row in range(len(requests), len(requests) + asked.n)
@@ -426,7 +437,8 @@ async def while_connected(request: "Request", work: Coroutine[object, object, T]
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(disconnect())
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(disconnect())
     try:
         await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
         if not working.done():

@@ -48,7 +48,9 @@ class LabelServer(ThreadingHTTPServer):
             super().__init__(("127.0.0.1", port), Handler)
         except (OSError, OverflowError) as error:
             raise UserError(f"--port {port}: {error}; --port 0 takes a free port") from error
-        self.routes, self.annotator, self.token = routes, annotator, secrets.token_urlsafe(32)
+        self.routes = routes
+        self.annotator = annotator
+        self.token = secrets.token_urlsafe(32)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -59,12 +61,14 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Send the page, or what a route gives; where it may not be sent or cannot be made, the reason."""
-        status, nonce = 200, secrets.token_urlsafe(16)
+        status = 200
+        nonce = secrets.token_urlsafe(16)
         try:
             kind, content = self.page(nonce) if self.command == "GET" else self.result()
         except REASONS as error:
             status = getattr(error, "status", 500 if isinstance(error, OSError) else 400)
-            kind, content = "application/json", json.dumps({"error": str(error)})
+            kind = "application/json"
+            content = json.dumps({"error": str(error)})
         self.send_response(status)
         own = {"Content-Type": f"{kind}; charset=utf-8", "Content-Length": str(len(content.encode()))}
         for name, value in {**HEADERS, **own, "Content-Security-Policy": POLICY.format(nonce)}.items():

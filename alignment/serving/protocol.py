@@ -30,8 +30,14 @@ MOST_RESPONSES = 512  # of one request: prompts times n
 MOST_STOPS = 16
 BYTES = {letter: byte for byte, letter in bytes_to_unicode().items()}
 IGNORED = {  # say who asks and how it is billed or stored
-    "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "store",
-}  # fmt: skip
+    "user",
+    "metadata",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "store",
+}
 OFF = {  # parameter -> the values that ask for nothing
     "frequency_penalty": (0,), "presence_penalty": (0,), "logit_bias": ({},), "response_format": ({"type": "text"},),
     "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
@@ -51,7 +57,9 @@ class BadRequest(UserError):
 
     def __init__(self, message: str, param: str | None = None, *, code: str | None = None, status: int = 400):
         super().__init__(message)
-        self.param, self.code, self.status = param, code, status
+        self.param = param
+        self.code = code
+        self.status = status
 
     @property
     def body(self) -> JSON:
@@ -223,7 +231,9 @@ class AnswerWriter:
     """
 
     def __init__(self, asked: Body, model: str, tokenizer: Tokenizer, stop_ids: Sequence[int]):
-        self._asked, self._tokenizer, self._stop_ids = asked, tokenizer, frozenset(stop_ids)
+        self._asked = asked
+        self._tokenizer = tokenizer
+        self._stop_ids = frozenset(stop_ids)
         self._chat = isinstance(asked, ChatBody)
         self._shows_usage = asked.stream_options.get("include_usage", False)
         prefix = "chatcmpl" if self._chat else "cmpl"
@@ -270,7 +280,8 @@ class AnswerWriter:
     def _log_probs(self, events: Sequence[TokenEvent], offset: int = 0) -> JSON | None:
         if self._asked.alternatives is None:
             return None
-        shown, offsets = [], []
+        shown = []
+        offsets = []
         for event in events:
             if event.token not in self._stop_ids:
                 shown.append(event)

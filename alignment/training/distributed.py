@@ -176,7 +176,8 @@ def init_distributed() -> ProcessGroup:
     from accelerate import Accelerator
     from accelerate.utils import InitProcessGroupKwargs
 
-    deepspeed, fsdp = _launched_with("DEEPSPEED"), _launched_with("FSDP")
+    deepspeed = _launched_with("DEEPSPEED")
+    fsdp = _launched_with("FSDP")
     if fsdp:
         raise_all(
             f"launch configuration: fsdp_{name.lower()}: {os.environ[f'FSDP_{name}']} is not supported; {way_out}"
@@ -288,7 +289,8 @@ def propagate_failures() -> Iterator[None]:
         return
     init_distributed()
     store = _store()
-    closed, _watching = threading.Event(), True
+    closed = threading.Event()
+    _watching = True
     threading.Thread(target=_watch, args=(store, closed), daemon=True).start()
     try:
         yield

@@ -39,7 +39,8 @@ class MovingAverage:
     """
 
     def __init__(self, backend: Backend, decay: float):
-        self._backend, self._decay = backend, decay
+        self._backend = backend
+        self._decay = decay
         self._average = {name: weight.clone() for name, weight in backend.trained_weights().items()}
 
     @torch.no_grad()
@@ -86,7 +87,8 @@ class Engine:
 
     def __init__(self, model: nn.Module, config: OptimConfig, training: TrainingConfig, *, total_steps: int):
         """Prepare `model` for `total_steps` updates in the processes that were launched; what it trains is float32."""
-        self.config, self.total_steps = config, total_steps
+        self.config = config
+        self.total_steps = total_steps
         self.step = 0
         self.untrained: list[str] = []
         if training.gradient_checkpointing:
@@ -117,7 +119,8 @@ class Engine:
         Raises:
             NonFiniteError: loss or gradient norm is not finite; weights and optimizer are untouched.
         """
-        number, device = self.step + 1, self.process_group.device
+        number = self.step + 1
+        device = self.process_group.device
         weights, counts, tokens = self._global_weights(terms)
         sums = [MetricSums() for _ in terms]
         for term, term_sums, weight, count in zip(terms, sums, weights, counts, strict=True):
@@ -140,7 +143,8 @@ class Engine:
         rate = learning_rate_at(number, self.config, self.total_steps)
         names, local_sums = flatten_sums(sums, device)
         values, grad_norm = self.backend.step(rate, self.process_group.sum(local_sums), num_losses=len(terms))
-        totals, metric_totals = values[: len(terms)], values[len(terms) :]
+        totals = values[: len(terms)]
+        metric_totals = values[len(terms) :]
         if not all(math.isfinite(value) for value in (*totals, grad_norm)):
             raise self._non_finite(terms, sums, grad_norm)
         self.step = number

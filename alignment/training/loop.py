@@ -246,7 +246,8 @@ def is_save_due(run: Run, engines: Engines, training: TrainingConfig, step: int)
     auto: after each tenth of the run and after ten minutes, but not before 50 times as long as a save takes, so that about
     2 % of the time goes into it; at the end, that counts from the start. What the disk has no space for is not due.
     """
-    every, last = training.save_every_steps, step == run.total
+    every = training.save_every_steps
+    last = step == run.total
     # The average is the result, so that only a checkpoint has the weights themselves.
     if last and training.ema_decay is not None:
         return True

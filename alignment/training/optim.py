@@ -175,7 +175,8 @@ def learning_rate_at(update: int, config: OptimConfig, total_steps: int) -> floa
     warm-up of wsd that would reach into the decay shortens the decay. A ratio of warm-up is rounded up, as in transformers,
     and leaves at least one update at the peak.
     """
-    done, warmup = update - 1, config.warmup_steps
+    done = update - 1
+    warmup = config.warmup_steps
     if config.warmup_ratio:
         warmup = min(math.ceil(config.warmup_ratio * total_steps), total_steps - 1)
     if done < warmup:
@@ -183,9 +184,11 @@ def learning_rate_at(update: int, config: OptimConfig, total_steps: int) -> floa
     if config.schedule == "inverse_sqrt":
         timescale = config.timescale or warmup or DEFAULT_TIMESCALE
         return config.learning_rate / math.sqrt((done - warmup + timescale) / timescale)
-    start, kind = warmup, config.schedule
+    start = warmup
+    kind = config.schedule
     if config.schedule == "wsd":
-        start, kind = max(warmup, total_steps - math.ceil(config.decay_ratio * total_steps)), config.decay_type
+        start = max(warmup, total_steps - math.ceil(config.decay_ratio * total_steps))
+        kind = config.decay_type
     if config.schedule == "constant" or done < start:
         return config.learning_rate
     progress = min(1.0, (done - start) / max(1, total_steps - start))
@@ -329,7 +332,8 @@ def parameter_groups(
     scales = _learning_rate_scales(list(trainable), learning_rates or {})
     groups: dict[tuple[float, float], Group] = {}
     for name, parameter in sorted(trainable.items(), key=lambda item: item[1].ndim < 2):
-        matrix, scale = parameter.ndim >= 2, scales.get(name, 1.0)
+        matrix = parameter.ndim >= 2
+        scale = scales.get(name, 1.0)
         group: Group = {"params": [], "weight_decay": weight_decay if matrix else 0.0}
         group |= {"lr_scale": scale} if scale != 1 else {}
         groups.setdefault((matrix, scale), group)["params"].append(parameter)
@@ -380,7 +384,8 @@ def hidden_matrices(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def optimizer_bytes(shapes: Mapping[str, Sequence[int]], config: OptimConfig, *, hidden: Collection[str] = ()) -> int:
     """Bytes of the optimizer's state of trainable parameters with these shapes, without sharding; `hidden`: Muon's."""
-    eight_bit, total = config.name in EIGHT_BIT, 0
+    eight_bit = config.name in EIGHT_BIT
+    total = 0
     for name, shape in shapes.items():
         number = math.prod(shape)
         if config.name == "sgd" or (config.name == "muon" and name in hidden):

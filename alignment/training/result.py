@@ -51,11 +51,13 @@ class BestEvaluation:
         finite = math.isfinite(value)
         best = finite and (self.value is None or sign * (value - self.value) > 0)
         if finite and (self.level is None or sign * (value - self.level) > min_delta):
-            self.level, self.waited = value, 0
+            self.level = value
+            self.waited = 0
         else:
             self.waited += 1
         if best:
-            self.value, self.step = value, step
+            self.value = value
+            self.step = step
         return best
 
     @property
@@ -83,7 +85,9 @@ class Result:
         if metric is not None and not evaluated:
             raise UserError(NO_EVALUATION)
         self.best = None if metric is None else BestEvaluation(metric, training.early_stopping)
-        self._run, self._engine, self._save = run, engine, save
+        self._run = run
+        self._engine = engine
+        self._save = save
         self._root = run.checkpoints / "best"
 
     @property
@@ -147,7 +151,8 @@ class Result:
         if self._save is None:
             return
         ended = self._engine.step if ended is None else ended
-        problems, which = [], f"step {ended}"
+        problems = []
+        which = f"step {ended}"
         if (best := self.best) is not None:
             problems = self._engine.process_group.on_main(lambda: self._problems(best))
             if not problems:

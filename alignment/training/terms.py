@@ -46,7 +46,8 @@ class LossSum:
         """The metrics by (name, ""), the means by (name, "sum") and (name, "weight")."""
         sums = {(name, ""): value for name, value in self.metrics.items()}
         for name, (value, weight) in self.means.items():
-            sums[name, "sum"], sums[name, "weight"] = value, weight
+            sums[name, "sum"] = value
+            sums[name, "weight"] = weight
         return sums
 
 

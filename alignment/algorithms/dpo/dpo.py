@@ -65,7 +65,8 @@ def run(config: DPOConfig) -> Path:
         note_balance(run, policy.model)
         engine, stream = prepare_training(policy.model.eval(), config, train, run)
 
-        reference, roles = None, [Role("policy", engine.backend.unwrapped, engine)]
+        reference = None
+        roles = [Role("policy", engine.backend.unwrapped, engine)]
         if config.cached:
             from alignment.algorithms.dpo.reference_cache import cached_reference
 
@@ -79,14 +80,25 @@ def run(config: DPOConfig) -> Path:
         collate = collate_for(policy.model, collate_of(config, [policy.model, reference and reference.model], run))
         loss_fn = dpo_loss_fn(engine.model, reference, config, sources_of(config.data))
         updates = PreferenceUpdates(
-            engine, config, loss_fn, reference, partial(collate, micro_batch_tokens=config.training.tokens_per_forward),
+            engine,
+            config,
+            loss_fn,
+            reference,
+            partial(collate, micro_batch_tokens=config.training.tokens_per_forward),
             bos=tokenizer.bos_token_id,
-        )  # fmt: skip
+        )
         fit(
-            engine, stream, collate, loss_fn, training=config.training, run=run,
-            update=updates.update, evaluate=updates.evaluation(held_out), remembers=updates,
+            engine,
+            stream,
+            collate,
+            loss_fn,
+            training=config.training,
+            run=run,
+            update=updates.update,
+            evaluate=updates.evaluation(held_out),
+            remembers=updates,
             save=partial(save_policy, engine, policy, run.output, max_shard_size=config.training.max_shard_size),
-        )  # fmt: skip
+        )
         note_end(run)
         return run.output / "model"
 
@@ -102,7 +114,8 @@ def dpo_loss_fn(
         config: names the losses.
         sources: told apart in metrics.
     """
-    losses, reference = config.losses, reference if config.refers else None
+    losses = config.losses
+    reference = reference if config.refers else None
 
     def loss_fn(batch: PreferenceBatch, inputs: GlobalInputs = ALONE) -> LossSum:
         responses = response_log_probs(policy, reference, batch)

@@ -99,9 +99,11 @@ class GlobalInputs:
             return None
         policy_chosen, policy_rejected, reference_chosen, reference_rejected = self.pairs.unbind(1)
         if paired:
-            first, second = policy_chosen - policy_rejected, reference_chosen - reference_rejected
+            first = policy_chosen - policy_rejected
+            second = reference_chosen - reference_rejected
         else:
-            first, second = policy_chosen - reference_chosen, policy_rejected - reference_rejected
+            first = policy_chosen - reference_chosen
+            second = policy_rejected - reference_rejected
         return BatchOrder(first, second, batch.pair_positions)
 
 
@@ -186,7 +188,8 @@ class PreferenceUpdates:
     def restore(self, state: object) -> None:
         """Go on from what `state` returned."""
         if isinstance(state, dict):
-            self.shift, self.pairs = float(state["shift"]), int(state["pairs"])
+            self.shift = float(state["shift"])
+            self.pairs = int(state["pairs"])
 
     def update(self, step: int, rows: Sequence[Example]) -> dict[str, float]:
         """One update on the rows of a global batch, which are the same on every rank; its metrics."""
@@ -215,7 +218,9 @@ class PreferenceUpdates:
     @torch.no_grad()
     def inputs(self, batches: Sequence[Batch], rows: Sequence[Example], *, shared: bool) -> GlobalInputs:
         """The inputs that the losses need of a global batch; a collective operation where it is shared among ranks."""
-        needed, kl, shift = {loss.spec.needs for loss in self.config.losses}, 0.0, 0.0
+        needed = {loss.spec.needs for loss in self.config.losses}
+        kl = 0.0
+        shift = 0.0
         pairs, first = self._pairs(batches, shared) if needed & {"shift", "order"} else (None, 0)
         if pairs is not None and "shift" in needed:
             if shared:
@@ -295,7 +300,8 @@ def with_positions(batches: Sequence[Batch], inputs: GlobalInputs) -> list[Batch
     """This rank's batches, with the positions of their pairs among `inputs.pairs` where these are known."""
     if inputs.pairs is None:
         return list(batches)
-    numbered, start = [], inputs.first
+    numbered = []
+    start = inputs.first
     for batch in batches:
         inner = unwrap_batch(batch)
         if isinstance(inner, PairBatch):
@@ -303,7 +309,8 @@ def with_positions(batches: Sequence[Batch], inputs: GlobalInputs) -> list[Batch
             if isinstance(batch, ZeroWeightBatch):  # counts for nothing, wherever it stands
                 batch = ZeroWeightBatch(replace(inner, pair_positions=positions))
             else:
-                batch, start = replace(inner, pair_positions=start + positions), start + len(positions)
+                batch = replace(inner, pair_positions=start + positions)
+                start = start + len(positions)
         numbered.append(batch)
     return numbered
 

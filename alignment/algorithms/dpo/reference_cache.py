@@ -56,7 +56,8 @@ class ReferencedRows(RowSequence[Any]):
 
     def row_at(self, index: int) -> Any:
         number = range(len(self))[index]
-        row, values = self.rows[number], self.values[self.starts[number] : self.starts[number + 1]]
+        row = self.rows[number]
+        values = self.values[self.starts[number] : self.starts[number + 1]]
         return replace(row, values={**row.values, "reference": values.tolist()})
 
 
@@ -74,7 +75,8 @@ def cached_reference(
     The reference is loaded where numbers are missing, before the policy has gradients or optimizer state, and freed again.
     """
     assert isinstance(stream, Stream)  # streamed rows are refused with the config
-    group, precision = engine.process_group, config.training.precision
+    group = engine.process_group
+    precision = config.training.precision
     folder = Path(config.reference_cache or Path(config.output) / "reference_log_probs")
     weights = weights_key(config.reference or config.policy, config.weights) if group.is_main else None
     weights = group.broadcast_object(weights)
@@ -119,7 +121,8 @@ def weights_key(source: str, weights: WeightsConfig) -> str:
 
 def rows_key(rows: Sequence[Example]) -> tuple[str, np.ndarray]:
     """A hash of the tokens and masks of all rows' responses, and the index of each row's first response, then their number."""
-    digest, starts = hashlib.sha256(), np.zeros(len(rows) + 1, np.int64)
+    digest = hashlib.sha256()
+    starts = np.zeros(len(rows) + 1, np.int64)
     for number in range(len(rows)):
         row = rows[number]
         starts[number + 1] = starts[number] + len(row.documents)
@@ -137,7 +140,8 @@ def compute_log_probs(
     to_batches: Callable[[Sequence[Example]], Sequence[Batch]],
 ) -> np.ndarray:
     """Log-probabilities of all rows' responses, each rank computing its share; float32, in their order."""
-    values, group = np.full(int(starts[-1]), np.nan, np.float32), engine.process_group
+    values = np.full(int(starts[-1]), np.nan, np.float32)
+    group = engine.process_group
 
     @torch.no_grad()
     def own_share(documents: Sequence[Example]) -> Iterator[tuple[int, float]]:

@@ -26,8 +26,11 @@ MOMENTS = (
 )  # replaced before they are logged
 SIMILAR = 0.1  # share of the longer response by which lengths may differ and still count as similar
 # Where a note is written at the end of a run: means over its last tenth.
-FALL_NATS, FALL_SHARE = 1.0, 0.02  # of the chosen responses' log-probability
-CORRELATION, LENGTH_SHARE = 0.5, 0.5
+# of the chosen responses' log-probability
+FALL_NATS = 1.0
+FALL_SHARE = 0.02
+CORRELATION = 0.5
+LENGTH_SHARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,8 @@ class ResponseLogProbs:
     def margins(self) -> tuple[Tensor, Tensor]:
         """Log-probability of the chosen minus that of the rejected response under policy and reference, [D / 2] each."""
         assert self.reference is not None
-        (chosen, rejected), (reference_chosen, reference_rejected) = self.policy.chunk(2), self.reference.chunk(2)
+        chosen, rejected = self.policy.chunk(2)
+        reference_chosen, reference_rejected = self.reference.chunk(2)
         return chosen - rejected, reference_chosen - reference_rejected
 
     def rewards(self, loss: WeightedLoss) -> Tensor:
@@ -65,7 +69,9 @@ def response_log_probs(
     policy: LogProbModel, reference: LogProbModel | None, batch: PreferenceBatch
 ) -> ResponseLogProbs:
     """Log-probabilities of a batch's responses, the reference's computed here or beforehand."""
-    ours, theirs, rows = sequence_log_probs(policy, batch.ragged), batch.reference, batch.ragged.target_rows
+    ours = sequence_log_probs(policy, batch.ragged)
+    theirs = batch.reference
+    rows = batch.ragged.target_rows
     if theirs is None and reference is not None:
         theirs = sequence_log_probs(reference, batch.ragged)
     tokens = torch.zeros_like(ours).index_add(0, rows, torch.ones_like(rows, dtype=ours.dtype))
@@ -115,7 +121,8 @@ def pair_metrics(responses: ResponseLogProbs, loss: WeightedLoss) -> Measured:
     rewards = responses.rewards(loss)
     chosen_reward, rejected_reward = rewards.chunk(2)
     chosen_tokens, rejected_tokens = responses.tokens.chunk(2)
-    margins, lead = (chosen_reward - rejected_reward).float(), (chosen_tokens - rejected_tokens).float()
+    margins = (chosen_reward - rejected_reward).float()
+    lead = (chosen_tokens - rejected_tokens).float()
     metrics = preference_metrics(chosen_reward - rejected_reward)
     for name, values in {"reward": rewards, **log_probs_and_changes(responses)}.items():
         chosen, rejected = values.chunk(2)
@@ -140,7 +147,8 @@ def desirability_metrics(
     A response counts as judged right where its reward lies on the side of the reference point that its label says; half
     where it is that point, as all are before the first update.
     """
-    rewards, desirable = responses.rewards(loss), batch.desirable
+    rewards = responses.rewards(loss)
+    desirable = batch.desirable
     gain = rewards - loss.beta * kl
     right = torch.where(gain == 0, 0.5, ((gain > 0) == desirable).float())
     metrics = {"accuracy": right.sum()}
@@ -157,7 +165,8 @@ def ranking_metrics(responses: ResponseLogProbs, batch: RankedBatch, loss: Weigh
     by_row, _ = padded_groups(rewards, batch)
     ordered = is_preferred(ranks, mask)  # [B, K, K]
     lead = torch.where(ordered, by_row.unsqueeze(2) - by_row.unsqueeze(1), 0.0)
-    margin, accuracy = lead.sum((1, 2)) / ordered.sum((1, 2)).clamp(min=1), prompt_accuracy(by_row, ranks, mask)
+    margin = lead.sum((1, 2)) / ordered.sum((1, 2)).clamp(min=1)
+    accuracy = prompt_accuracy(by_row, ranks, mask)
     worst = torch.where(mask, ranks, -1).amax(1)[batch.groups]
     values = {"reward": rewards, **log_probs_and_changes(responses)}
     means = split_means(values, batch.ranks == 0, batch.ranks == worst)
@@ -195,15 +204,18 @@ def logged_metrics(metrics: Mapping[str, float], prefix: str = "") -> dict[str, 
     logged = {name: value for name, value in metrics.items() if name.removeprefix(prefix) not in MOMENTS}
     if f"{prefix}{MOMENTS[0]}" in metrics:
         squared, length_squared, product = (metrics[f"{prefix}{name}"] for name in MOMENTS)
-        margin, length = logged[f"{prefix}margin"], logged[f"{prefix}length_difference"]
+        margin = logged[f"{prefix}margin"]
+        length = logged[f"{prefix}length_difference"]
         covariance = product - margin * length
-        margin_variance, length_variance = squared - margin**2, length_squared - length**2
+        margin_variance = squared - margin**2
+        length_variance = length_squared - length**2
         if margin_variance > 1e-12 * squared and length_variance > 1e-9 * max(1.0, length_squared):
             correlation = covariance / math.sqrt(margin_variance * length_variance)
             logged[f"{prefix}margin_length_correlation"] = max(-1.0, min(1.0, correlation))
             if abs(margin) > 1e-9:
                 logged[f"{prefix}margin_length_share"] = covariance / length_variance * length / margin
-    chosen, rejected = logged.get(f"{prefix}chosen_reward"), logged.get(f"{prefix}rejected_reward")
+    chosen = logged.get(f"{prefix}chosen_reward")
+    rejected = logged.get(f"{prefix}rejected_reward")
     if chosen is not None and rejected is not None:
         logged.setdefault(f"{prefix}margin", chosen - rejected)
     return logged
@@ -225,7 +237,8 @@ def notes_of(lines: Sequence[Mapping[str, float]]) -> Iterator[str]:
     if len(lines) < 5:
         return
     count = max(3, len(lines) // 10)
-    now, first = _means(lines[-count:]), _means(lines[:count])
+    now = _means(lines[-count:])
+    first = _means(lines[:count])
     falls = {}  # nats; without a reference since the first updates, whose rows are others
     for side in ("chosen", "rejected"):
         change = now.get(f"{side}_log_prob_change")
@@ -238,7 +251,8 @@ def notes_of(lines: Sequence[Mapping[str, float]]) -> Iterator[str]:
             "responses that are in no pair. sft_coef=1 holds the chosen ones up; a lower optim.learning_rate, a higher "
             "beta, or leaving out pairs of nearly equal responses help too"
         )
-    correlation, share = now.get("margin_length_correlation", 0.0), now.get("margin_length_share", 0.0)
+    correlation = now.get("margin_length_correlation", 0.0)
+    share = now.get("margin_length_share", 0.0)
     if abs(correlation) > CORRELATION or share > LENGTH_SHARE:
         yield (
             f"length: the correlation of margin and length difference is {correlation:.2f} over the last {count} updates, and "

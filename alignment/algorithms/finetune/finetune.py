@@ -157,9 +157,13 @@ def run(config: FinetuneConfig) -> Path:
         )
         model = start_classifier(
             tokenizer_settings(tokenizer) | source if isinstance(source, dict) else source,
-            form.task, label_config(form.task, train.names), len(tokenizer), config.language_coef > 0,
-            adapter=config.adapter, weights=config.weights,
-        )  # fmt: skip
+            form.task,
+            label_config(form.task, train.names),
+            len(tokenizer),
+            config.language_coef > 0,
+            adapter=config.adapter,
+            weights=config.weights,
+        )
         check_vocabulary(tokenizer, unwrap(model).spec.vocabulary)
         examples = train.examples + (held_out.examples if held_out else [])
         check_rows(unwrap(model), examples, config.data.max_length)
@@ -191,7 +195,8 @@ def find_source(config: FinetuneConfig) -> Path | dict[str, Any]:
 
 def choose_format(config: FinetuneConfig, model: Mapping[str, object]) -> TaskFormat:
     """The form of the run's rows: the format asked for, else GPT-1's for a decoder's pairs, numbers, choices (by its config.json)."""
-    name, decoder = model.get("model_type"), False
+    name = model.get("model_type")
+    decoder = False
     if not is_external_type(dict(model)):  # else an encoder
         spec = family_of(dict(model)).spec_from_config(dict(model))
         decoder = isinstance(spec, TransformerSpec) and spec.causal
@@ -201,14 +206,25 @@ def choose_format(config: FinetuneConfig, model: Mapping[str, object]) -> TaskFo
         raise UserError(f"language_coef={config.language_coef:g} needs a decoder and {name} is none; set it to 0")
     pairs = config.task in ("pair_classification", "regression", "multiple_choice")
     return TaskFormat(
-        config.task, config.format or ("gpt1" if decoder and pairs else "tokenizer"), config.data.max_length,
-        config.stride, config.max_question, config.max_answer, config.no_answer,
-    )  # fmt: skip
+        config.task,
+        config.format or ("gpt1" if decoder and pairs else "tokenizer"),
+        config.data.max_length,
+        config.stride,
+        config.max_question,
+        config.max_answer,
+        config.no_answer,
+    )
 
 
 def read_part(
-    config: FinetuneConfig, form: TaskFormat, tokenizer: Tokenizer, run: Run, part: Part, *, names: dict[int, str] | None = None
-) -> LabeledExamples:  # fmt: skip
+    config: FinetuneConfig,
+    form: TaskFormat,
+    tokenizer: Tokenizer,
+    run: Run,
+    part: Part,
+    *,
+    names: dict[int, str] | None = None,
+) -> LabeledExamples:
     """The examples of one part of the data, whose labels keep to `names`; rows that were dropped or cut are noted in the run."""
     prepared = prepare_labeled(config.data, form, tokenizer, part, names=names)
     if form.task == "question_answering" and not form.no_answer:

@@ -51,7 +51,8 @@ def label_config(task: FinetuneTask, names: dict[int, str]) -> dict[str, Any]:
         "regression": {0: "LABEL_0"},
     }
     names = fixed.get(task, names)
-    by_id, by_name = {str(number): name for number, name in names.items()}, {n: i for i, n in names.items()}
+    by_id = {str(number): name for number, name in names.items()}
+    by_name = {n: i for i, n in names.items()}
     problem = {
         "problem_type": "regression" if task == "regression" else None
     }  # None: transformers sees it by the labels
@@ -63,7 +64,8 @@ class DoubleHeadsModel(nn.Module):
 
     def __init__(self, classifier: SequenceClassifier, language_head: VocabularyHead):
         super().__init__()
-        self.classifier, self.language_head = classifier, language_head
+        self.classifier = classifier
+        self.language_head = language_head
         if classifier.trunk.spec.tied_head:
             self.language_head.weight = classifier.trunk.embed.weight
         self.checkpoint_activations = classifier.checkpoint_activations
@@ -78,9 +80,15 @@ class DoubleHeadsModel(nn.Module):
 
 
 def start_classifier(
-    source: Path | dict[str, Any], task: FinetuneTask, labels: dict[str, Any], vocabulary: int, language: bool, *,
-    adapter: MergeableSpec | None = None, weights: WeightsConfig = DEFAULT_WEIGHTS,
-) -> nn.Module:  # fmt: skip
+    source: Path | dict[str, Any],
+    task: FinetuneTask,
+    labels: dict[str, Any],
+    vocabulary: int,
+    language: bool,
+    *,
+    adapter: MergeableSpec | None = None,
+    weights: WeightsConfig = DEFAULT_WEIGHTS,
+) -> nn.Module:
     """The model to train, with a new classification head.
 
     Weights are float32; under an adapter all but the classification head are frozen and held as `weights` says.
@@ -90,7 +98,8 @@ def start_classifier(
         vocabulary: tokens of the tokenizer; a decoder with a smaller embedding is resized.
         language: keep the checkpoint's language head, for the auxiliary language-model loss.
     """
-    head, device = HEADS[task], start_device(adapter, weights)
+    head = HEADS[task]
+    device = start_device(adapter, weights)
     dtype = torch.float32 if adapter is None else None  # None: the checkpoint's
     if isinstance(source, dict):
         classifier = build_model({**source, **labels}, head)
@@ -115,7 +124,8 @@ def resize_vocabulary(
     classifier: SequenceClassifier | TokenClassifier, language_head: VocabularyHead | None, vocabulary: int
 ) -> None:
     """Widen a decoder's embedding and language head in place to `vocabulary` tokens, initialized as in a fresh model."""
-    trunk, old = classifier.trunk, classifier.trunk.spec.vocabulary
+    trunk = classifier.trunk
+    old = classifier.trunk.spec.vocabulary
     init = trunk.spec.init
     std = init.std if isinstance(init, InitSpec) else 1.0
 
@@ -123,7 +133,8 @@ def resize_vocabulary(
         new = torch.randn(vocabulary - old, *table.shape[1:]) * (std if table.dim() > 1 else 0.0)
         return nn.Parameter(torch.cat([table, new]))
 
-    trunk.embed.weight, trunk.embed.num_embeddings = widened(trunk.embed.weight), vocabulary
+    trunk.embed.weight = widened(trunk.embed.weight)
+    trunk.embed.num_embeddings = vocabulary
     classifier.spec = trunk.spec = replace(trunk.spec, vocabulary=vocabulary)
     classifier.config["vocab_size"] = vocabulary
     if language_head is not None:

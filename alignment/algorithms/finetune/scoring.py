@@ -54,11 +54,14 @@ def predict_batch(model: nn.Module, batch: TaskBatch, task: FinetuneTask) -> Pre
         table = pad_sequence(list(logits), batch_first=True, padding_value=-torch.inf)
     if task == "question_answering":
         spans = batch.labels.view(-1, 2)
-        loss, correct = span_loss(table, *spans.unbind(1)), 0.5 * (table.argmax(1) == spans).sum()
+        loss = span_loss(table, *spans.unbind(1))
+        correct = 0.5 * (table.argmax(1) == spans).sum()
     elif task == "regression":
-        loss, correct = squared_error_loss(table.squeeze(1), batch.labels), None
+        loss = squared_error_loss(table.squeeze(1), batch.labels)
+        correct = None
     else:
-        loss, correct = label_loss(table, batch.labels), (table.argmax(-1) == batch.labels).sum()
+        loss = label_loss(table, batch.labels)
+        correct = (table.argmax(-1) == batch.labels).sum()
     log_probs = output.log_probs if isinstance(output, DoubleHeadsOutput) else None
     return Predictions(logits, loss, None if correct is None else correct.float(), log_probs)
 
@@ -106,7 +109,8 @@ def predict_examples(
     """The logits of each example, in order and on the CPU, and the mean loss of their labels; the model is in eval mode."""
     device = next(model.parameters()).device
     logits: list[Tensor] = [torch.empty(0)] * len(examples)
-    loss, weight = torch.zeros((), dtype=torch.float64), 0.0
+    loss = torch.zeros((), dtype=torch.float64)
+    weight = 0.0
     lengths = [sum(map(len, example.documents)) for example in examples]
     for group in group_by_length(lengths, micro_batch_tokens):
         [batch] = collate_tasks([examples[number] for number in group], micro_batch_tokens)
@@ -178,7 +182,8 @@ def best_answers(
         span = best_span(each, [characters is not None for characters in window.offsets], form.max_answer)
         if span is not None and span[0] > best[number][0]:
             score, first, last = span
-            start, stop = window.offsets[first][0], window.offsets[last][1]  # type: ignore[index]
+            start = window.offsets[first][0]  # type: ignore[index]
+            stop = window.offsets[last][1]  # type: ignore[index]
             best[number] = (score, contexts[number][start:stop].strip())
     return [
         "" if form.no_answer and nothing > score else text for nothing, (score, text) in zip(null, best, strict=True)
@@ -198,7 +203,9 @@ def predict(source: str, rows: Sequence[Any], *, micro_batch_tokens: int = 16_38
     """
     if not rows:
         return []
-    config, tokenizer, form = read_config(find_directory(source)), load_tokenizer(source), task_format(source)
+    config = read_config(find_directory(source))
+    tokenizer = load_tokenizer(source)
+    form = task_format(source)
     names = {int(number): name for number, name in (config.get("id2label") or {}).items()}
     label = names[0] if form.names_classes else 0
     labeled = []

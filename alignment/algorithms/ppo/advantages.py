@@ -55,9 +55,13 @@ def add_advantages(
     normalized = rollout.shaped_scores is None and normalizer.fitted
     penalty = config.missing_end_penalty * (1.0 if normalized else rollout.score_deviation)
     rewards = shape_rewards(
-        shaped_scores(rollout, normalizer, penalty), rollout.log_probs, rollout.reference_log_probs, rollout.mask,
-        kl_coef=kl_coef if config.kl_in == "reward" else 0.0, kl_estimator=config.kl_estimator,
-    )  # fmt: skip
+        shaped_scores(rollout, normalizer, penalty),
+        rollout.log_probs,
+        rollout.reference_log_probs,
+        rollout.mask,
+        kl_coef=kl_coef if config.kl_in == "reward" else 0.0,
+        kl_estimator=config.kl_estimator,
+    )
     rewards = torch.where(mask, rewards, 0.0)
     if config.whiten_rewards:
         rewards = whiten(rewards, mask, shift_mean=False, reduce=reduce)

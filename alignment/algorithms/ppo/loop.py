@@ -40,7 +40,8 @@ def update_on_rollouts(
     The run ends early where its KL budget is spent, or where the evaluation on held-out prompts no longer improves.
     """
     run.show_first_rows(data.prompts.rows_at)
-    training, held_out = config.training, state.held_out
+    training = config.training
+    held_out = state.held_out
     save = partial(save_policy, state.policy, state.start, run.output, max_shard_size=training.max_shard_size)
     result = Result(run, state.policy, training, save, evaluated=held_out is not None)
     note_dropout_off(state.start, run)
@@ -96,7 +97,8 @@ class HeldOutScores(NamedTuple):
 @torch.no_grad()
 def judge_held_out(state: SamplingState, config: SamplingSettings, held_out: HeldOut) -> HeldOutScores:
     """Sample a response to every held-out prompt, and let the judge score them. A collective operation."""
-    group, reference = state.process_group, state.reference
+    group = state.process_group
+    reference = state.reference
     assert reference is not None
     numbers = list(range(group.rank, len(held_out.prompts), group.size))
     prompts = [held_out.prompts[number] for number in numbers]

@@ -71,7 +71,9 @@ def policy_cost(
     if config.ratio == "sequence":
         log_ratios = sequence_log_ratios(change, batch.ragged.target_rows, tokens_of_each(batch))
         tokens = (log_ratios, torch.zeros_like(log_ratios), batch.advantages)
-    clip_range, high, dual_clip = config.clip_range, config.clip_range_high, config.dual_clip
+    clip_range = config.clip_range
+    high = config.clip_range_high
+    dual_clip = config.dual_clip
     surrogate = clipped_policy_loss(*tokens, clip_range=clip_range, clip_range_high=high, dual_clip=dual_clip)
     clipped = clipped_tokens(*tokens, clip_range=clip_range, clip_range_high=high, dual_clip=dual_clip)
     weights = 1.0 if batch.weights is None else batch.weights

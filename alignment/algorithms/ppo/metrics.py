@@ -30,11 +30,23 @@ from alignment.training.speed import peak_tflops
 NGRAM = 4  # tokens of the n-grams whose repetition is counted
 BACKWARD = 2  # times the operations of a forward; what is recomputed for want of memory does not count
 # Of alarms; their other bounds are those of `doctor --run`, see training/loop.py.
-BASELINE, WINDOW = 3, 5  # iterations that are the start of a run, newest iterations that alarms read
-LEAST_DISTINCT, LONG_RESPONSE = 0.25, 4.0  # share that is too little from the start on, for responses of so many tokens
+# iterations that are the start of a run, newest iterations that alarms read
+BASELINE = 3
+WINDOW = 5
+# share that is too little from the start on, for responses of so many tokens
+LEAST_DISTINCT = 0.25
+LONG_RESPONSE = 4.0
 WATCHED = {
-    "entropy", "repetition", "distinct_share", "response_tokens", "ended_share", "kl", "kl_k3", "responses", "score",
-}  # fmt: skip
+    "entropy",
+    "repetition",
+    "distinct_share",
+    "response_tokens",
+    "ended_share",
+    "kl",
+    "kl_k3",
+    "responses",
+    "score",
+}
 
 
 def report(
@@ -48,7 +60,8 @@ def report(
     seconds: float,
 ) -> None:
     """Write what an iteration gave: its metrics, some responses as texts, and the alarms that it raises."""
-    group, tokenizer = state.process_group, state.start.tokenizer
+    group = state.process_group
+    tokenizer = state.start.tokenizer
     metrics |= {"seconds_rollout": rollout.seconds, "seconds_update": seconds - rollout.seconds}
     responses = float(group.sum(torch.tensor(len(rollout.responses))))
     metrics["tokens_per_second"] = metrics["response_tokens"] * responses / seconds
@@ -117,7 +130,8 @@ def kl_columns(
         return {"kl": token_kl.sum(1)}
     if reference_log_probs is None:
         return {}
-    kl, zero = kl_estimates(log_probs, reference_log_probs), torch.zeros_like(log_probs)
+    kl = kl_estimates(log_probs, reference_log_probs)
+    zero = torch.zeros_like(log_probs)
     return {"kl": torch.where(mask, kl["k1"], zero).sum(1), "kl_k3": torch.where(mask, kl["k3"], zero).sum(1)}
 
 
@@ -137,7 +151,8 @@ def importance_metrics(rollout: Rollout, cap: float | None, group: ProcessGroup)
 
     Where there are importance weights, also their mean and largest and the share of tokens at the cap.
     """
-    mask, weights = rollout.mask, rollout.weights
+    mask = rollout.mask
+    weights = rollout.weights
     difference = on_float64_device((rollout.sampled_log_probs - rollout.log_probs)[mask]).double()
     columns = [torch.ones_like(difference), difference]
     if weights is not None and cap is not None:
@@ -164,7 +179,9 @@ def rollout_statistics(rollout: Rollout, group: ProcessGroup) -> dict[str, float
     `empty_share` counts responses that are an end token alone. Advantages are those before whitening where there is a value
     model, else those that are learned from.
     """
-    mask, lengths, means = rollout.mask, rollout.mask.sum(1), {}
+    mask = rollout.mask
+    lengths = rollout.mask.sum(1)
+    means = {}
     if rollout.token_kl is None and rollout.reference_log_probs is not None:  # the estimates hold for its own samples
         k2 = kl_estimates(rollout.log_probs, rollout.reference_log_probs)["k2"]
         means["kl_k2"] = torch.where(mask, k2, 0.0).sum(1)
@@ -173,8 +190,14 @@ def rollout_statistics(rollout: Rollout, group: ProcessGroup) -> dict[str, float
     found = moments({"response_tokens": lengths, **means}, group) | moments(token_columns(rollout), group)
     found |= moments({"score": rollout.scores[~rollout.scores.isnan()]}, group)
     kept = (
-        "advantage_mean", "return_mean", "value_mean", "score_std", "response_tokens_std", "advantage_std", "return_std",
-    )  # fmt: skip
+        "advantage_mean",
+        "return_mean",
+        "value_mean",
+        "score_std",
+        "response_tokens_std",
+        "advantage_std",
+        "return_std",
+    )
     shortest, longest = group.max(torch.stack([-lengths.min(), lengths.max()])).tolist()
     found |= {name: found[f"{name}_mean"] for name in means}
     extremes = {"response_tokens_min": -float(shortest), "response_tokens_max": float(longest)}
@@ -237,7 +260,8 @@ def text_metrics(
     rollout: Rollout, functions: dict[str, MetricFn], tokenizer: Tokenizer, group: ProcessGroup
 ) -> dict[str, float]:
     """Mean of each function over all ranks' prompts and responses as texts."""
-    metrics, texts = {}, texts_of(rollout, tokenizer) if functions else ([], [])
+    metrics = {}
+    texts = texts_of(rollout, tokenizer) if functions else ([], [])
     for name, function in functions.items():
         values = function(*texts)
         total, count = group.sum(torch.tensor([sum(values), len(values)], dtype=torch.float64)).tolist()
@@ -338,7 +362,8 @@ def _alarms(alarms: Alarms) -> Iterator[tuple[str, str]]:
     """Name and text of each alarm that the newest iterations give; what was not logged is not a number, and gives none."""
     now = defaultdict(lambda: math.nan, alarms.recent[-1])
     start = {name: sum(values) / BASELINE for name, values in _columns(alarms.start, BASELINE).items()}
-    start, last = defaultdict(lambda: math.nan, start), _columns(alarms.recent, WINDOW)
+    start = defaultdict(lambda: math.nan, start)
+    last = _columns(alarms.recent, WINDOW)
     if now["entropy"] < ENTROPY_LEFT * start["entropy"]:
         yield (
             "entropy",
@@ -363,7 +388,8 @@ def _alarms(alarms: Alarms) -> Iterator[tuple[str, str]]:
             "distinct responses",
             f"{distinct:.0%} of the responses are distinct; temperature, top_k, top_p or min_p leave the sampler no choice",
         )
-    before, ended = start["ended_share"], sum(last.get("ended_share", [WINDOW])) / WINDOW
+    before = start["ended_share"]
+    ended = sum(last.get("ended_share", [WINDOW])) / WINDOW
     if before >= 0 and ended < ENDED:
         long = "max_new_tokens, or train the policy to end its responses"
         yield (
@@ -372,7 +398,8 @@ def _alarms(alarms: Alarms) -> Iterator[tuple[str, str]]:
             f"{'missing_end_penalty' if before >= ENDED else long}",
         )
     kl = last.get("kl", [0.0])
-    mean, responses = sum(kl) / WINDOW, WINDOW * alarms.recent[-1].get("responses", 1.0)
+    mean = sum(kl) / WINDOW
+    responses = WINDOW * alarms.recent[-1].get("responses", 1.0)
     if max(kl) < 0 and mean < least_kl(sum(last["kl_k3"]) / WINDOW if "kl_k3" in last else abs(mean), responses):
         yield (
             "KL negative",

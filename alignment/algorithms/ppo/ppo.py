@@ -85,7 +85,8 @@ def update_policy_and_value(state: PPOState, config: PPOConfig, rollout: Rollout
     """
     history: list[dict[str, float]] = []
     first_ratio_errors: list[Tensor] = []
-    warming_up, clock = step < config.value_warmup_steps, PhaseClock(state.process_group.device)
+    warming_up = step < config.value_warmup_steps
+    clock = PhaseClock(state.process_group.device)
     for batches in minibatches(rollout, config, state.process_group, step):
         ratio_errors: list[Tensor] = []
         with clock("policy"):
@@ -128,7 +129,8 @@ def minibatches(
 
     Responses that are not learned from are in none, so that each loss is divided by what the others count.
     """
-    count, local_rows = config.responses_per_prompt, rollout.learned.nonzero().flatten().tolist()
+    count = config.responses_per_prompt
+    local_rows = rollout.learned.nonzero().flatten().tolist()
     numbers = [(row // count * group.size + group.rank) * count + row % count for row in local_rows]
     learned = np.sort([row for rows in group.gather_objects(numbers) for row in rows])
     for epoch in range(config.epochs):

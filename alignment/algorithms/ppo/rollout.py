@@ -150,7 +150,8 @@ def draw_samples(
     state: SamplingState, config: SamplingSettings, prompts: Sequence[Example], step: int
 ) -> SampledResponses:
     """Responses to each of this rank's prompts, `responses_per_prompt` side by side."""
-    group, count = state.process_group, config.responses_per_prompt
+    group = state.process_group
+    count = config.responses_per_prompt
     own = range(group.rank, len(prompts), group.size)
     rows = [prompts[i] for i in own for _ in range(count)]
     numbers = [(step * config.training.batch_size + i) * count + k for i in own for k in range(count)]
@@ -172,7 +173,8 @@ def sample(
     batch_size: int,
 ) -> Generation:
     """Responses to this rank's prompts, with the policy's weights whole on each rank or sharded, as the run has chosen."""
-    backend, group = state.policy.backend, state.process_group
+    backend = state.policy.backend
+    group = state.process_group
     if state.servers is not None:
         state.servers.update()
         return state.servers.start(prompts, sampling, numbers, state.stop_ids).result()
@@ -181,17 +183,25 @@ def sample(
     sharded = state.rollout_weights == "sharded"
     with backend.sharded_decoding() if sharded else backend.full_parameters():
         return decode_responses(
-            sampler, prompts, sampling, state.stop_ids,
-            rows=numbers, batch_size=batch_size, largest=group.largest if sharded else None,
-            cuda_graphs=state.cuda_graphs and not sharded, vocabulary=sampler.known_tokens,
-        )  # fmt: skip
+            sampler,
+            prompts,
+            sampling,
+            state.stop_ids,
+            rows=numbers,
+            batch_size=batch_size,
+            largest=group.largest if sharded else None,
+            cuda_graphs=state.cuda_graphs and not sharded,
+            vocabulary=sampler.known_tokens,
+        )
 
 
 @torch.no_grad()
 def greedy_baseline(rollout: Rollout, state: PPOState, config: PPOConfig, prompts: Sequence[Example]) -> Baseline:
     """Scores of the greedy response to each row's prompt; they are in no statistics of the rewards."""
-    group, count = state.process_group, config.responses_per_prompt
-    local, numbers = prompts[group.rank :: group.size], rollout.numbers[::count]
+    group = state.process_group
+    count = config.responses_per_prompt
+    local = prompts[group.rank :: group.size]
+    numbers = rollout.numbers[::count]
     greedy = SamplingConfig(config.max_new_tokens, temperature=0.0)
     responses = sample(state, greedy, [list(prompt.ids) for prompt in local], numbers, config.micro_rollout_batch_size)
     judge = state.score.judge if isinstance(state.score, Rewards) else state.score
@@ -214,8 +224,11 @@ def ask_networks(state: SamplingState, config: SamplingSettings, samples: Sample
     The log-probabilities kept are those of the policy as training calls it: with and without a cache the same sum is
     rounded differently, and the first ratio must be 1.
     """
-    device, responses, reference = state.process_group.device, samples.responses, state.reference
-    clock, kl = PhaseClock(device), None
+    device = state.process_group.device
+    responses = samples.responses
+    reference = state.reference
+    clock = PhaseClock(device)
+    kl = None
     with torch.no_grad(), state.policy.backend.autocast():
         mask = response_mask(responses.token_ids, device)
         with clock("forward"):
@@ -258,7 +271,8 @@ def ask_in_batches(
 ) -> dict[str, Tensor]:
     """The numbers that `ask` gives for each response token, asked for a few rows at a time, [B, R]."""
     limit = int(min(limit, config.training.tokens_per_forward))
-    prompts, responses = [list(prompt.ids) for prompt in samples.prompts], samples.responses.token_ids
+    prompts = [list(prompt.ids) for prompt in samples.prompts]
+    responses = samples.responses.token_ids
     rectangles: dict[str, Tensor] = {}
     groups = ragged_groups(prompts, responses, samples.numbers, limit, state.share_prompts)
     for rows, batch in equally_many(groups, state):
@@ -337,7 +351,8 @@ def group_rollouts(
     if not together:
         return group_by_length(lengths, limit)
     alone = set(range(len(prompts))).difference(*together)
-    units, sizes = [[row] for row in alone], [lengths[row] for row in alone]
+    units = [[row] for row in alone]
+    sizes = [lengths[row] for row in alone]
     for rows in together:
         before = len(prompts[rows[0]])
         for part in fill_groups(range(len(rows)), [lengths[row] - before for row in rows], max(1, limit - before)):
@@ -376,7 +391,8 @@ def equally_many(groups: list[Group], state: SamplingState) -> list[Group]:
 def rollout_batches(rollout: Rollout, rows: Sequence[int], micro_batch_tokens: int) -> list[RolloutBatch]:
     """Micro-batches of the given rows of a rollout that has its advantages."""
     documents = [rollout.prompts[i] for i in rows], [rollout.responses[i] for i in rows]
-    numbers, batches = [rollout.numbers[i] for i in rows], []
+    numbers = [rollout.numbers[i] for i in rows]
+    batches = []
     for group, ragged in ragged_groups(*documents, numbers, micro_batch_tokens, rollout.share_prompts):
         members = [rows[i] for i in group]
         mask = rollout.mask[members]

@@ -43,17 +43,22 @@ class ServerSampler:
 
     def __init__(self, config: ServersConfig, engine: Engine, policy: Policy):
         """Prepare the servers for new weights; UserError where one does not answer."""
-        self.config, self.engine, self.policy = config, engine, policy
+        self.config = config
+        self.engine = engine
+        self.policy = policy
         # Versions of another run, or of this one before it was stopped, are not ours.
-        self._run, self._version = engine.process_group.broadcast_object(uuid.uuid4().hex[:8]), ""
-        self._pool, self._asked = ThreadPoolExecutor(config.requests), list[Future[Any]]()
+        self._run = engine.process_group.broadcast_object(uuid.uuid4().hex[:8])
+        self._version = ""
+        self._pool = ThreadPoolExecutor(config.requests)
+        self._asked = list[Future[Any]]()
         engine.process_group.on_main(self._prepare)
 
     def update(self) -> None:
         """Give the servers the policy's present weights; a collective operation. Responses on their way come first."""
         wait(self._asked)
         self._asked.clear()
-        old, self._version = self._version, f"{self._run}-{self.engine.step}"
+        old = self._version
+        self._version = f"{self._run}-{self.engine.step}"
         if old != self._version:
             save_policy(self.engine, self.policy, self._folder(self._version))
         self.engine.process_group.on_main(lambda: [self._load(url, old) for url in self.config.urls])
@@ -88,7 +93,8 @@ class ServerSampler:
 
     def _load(self, url: str, old: str) -> None:
         """Let a server read the weights that it does not have: after an update, or after it was started anew."""
-        version, folder = self._version, str(self._folder(self._version) / "model")
+        version = self._version
+        folder = str(self._folder(self._version) / "model")
         if self.policy.adapter is not None:
             there = {model["id"] for model in self._call(url, "v1/models")["data"]}
             if version not in there:
@@ -107,10 +113,17 @@ class ServerSampler:
         self, url: str, prompt: list[int], sampling: SamplingConfig, number: int, stop_ids: list[int]
     ) -> Drawn:
         params = {
-            "max_tokens": sampling.max_new_tokens, "temperature": sampling.temperature, "top_k": sampling.top_k or -1,
-            "top_p": sampling.top_p, "min_p": sampling.min_p, "seed": (sampling.seed << 32 | number) % 2**63,
-            "stop_token_ids": stop_ids, "ignore_eos": True, "logprobs": 1, "skip_special_tokens": False,
-        }  # fmt: skip
+            "max_tokens": sampling.max_new_tokens,
+            "temperature": sampling.temperature,
+            "top_k": sampling.top_k or -1,
+            "top_p": sampling.top_p,
+            "min_p": sampling.min_p,
+            "seed": (sampling.seed << 32 | number) % 2**63,
+            "stop_token_ids": stop_ids,
+            "ignore_eos": True,
+            "logprobs": 1,
+            "skip_special_tokens": False,
+        }
         model = self.policy.model
         if model.known_tokens is not None and model.known_tokens < model.spec.vocabulary:  # no token has the last ids
             params["logit_bias"] = {str(number): -100.0 for number in range(model.known_tokens, model.spec.vocabulary)}
@@ -120,7 +133,8 @@ class ServerSampler:
         )
         try:
             [choice] = answer["choices"]
-            tokens, log_probs = choice["token_ids"], [each["logprob"] for each in choice["logprobs"]["content"]]
+            tokens = choice["token_ids"]
+            log_probs = [each["logprob"] for each in choice["logprobs"]["content"]]
             versions = {span["version"] for span in choice.get("weight_versions") or []}
             complete = len(log_probs) == len(tokens) > 0 and choice["finish_reason"] in ("stop", "length")
         except (KeyError, TypeError, ValueError) as error:

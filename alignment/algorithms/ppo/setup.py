@@ -63,7 +63,8 @@ class RolloutData:
 
 def read_data(config: SamplingSettings, run: Run) -> RolloutData:
     """Read and tokenize prompts and, for PPO, pretraining text."""
-    tokenizer, training = load_tokenizer(config.policy, config.chat_template), config.training
+    tokenizer = load_tokenizer(config.policy, config.chat_template)
+    training = config.training
     run.note(describe_stop_tokens(config.policy, tokenizer))
     prompts, held_out = read_split(config, "prompts", tokenizer, run)
     # Batches run across the ends of epochs: a smaller last one could not be cut into the same minibatches.
@@ -72,7 +73,8 @@ def read_data(config: SamplingSettings, run: Run) -> RolloutData:
     if not isinstance(config, PPOConfig) or config.pretrain is None or config.pretrain_coef == 0:
         return data
     texts = read_examples(config.pretrain, "text", tokenizer, run)
-    size, seed = config.pretrain_batch_size, training.seed + 1
+    size = config.pretrain_batch_size
+    seed = training.seed + 1
     return replace(data, texts=stream_of(config.pretrain, texts, batch_size=size, seed=seed))
 
 
@@ -81,8 +83,10 @@ def read_data(config: SamplingSettings, run: Run) -> RolloutData:
 
 def build_state(config: PPOConfig, data: RolloutData) -> PPOState:
     """Load the networks, make engines of the two that train, and start the controllers."""
-    metrics, source = load_metrics(config.metrics), source_of(config)
-    texts, bases = source.prepare(data.prompts.rows), SharedWeights(config.weights)
+    metrics = load_metrics(config.metrics)
+    source = source_of(config)
+    texts = source.prepare(data.prompts.rows)
+    bases = SharedWeights(config.weights)
     policy, value, start = build_engines(config, data, bases if shares_weights() else bases.unshared())
     group = policy.process_group
     judges = source.load(data.prompts.rows, data.tokenizer, bases, group.device)
@@ -90,7 +94,8 @@ def build_state(config: PPOConfig, data: RolloutData) -> PPOState:
     reference = reference_of(start, config.reference, policy, bases=bases)
     trained = {"policy": policy} if value is None else {"policy": policy, "value model": value}
     networks = [*(engine.backend.unwrapped for engine in trained.values()), reference.model]
-    roles, kl_coef = [Role(name, engine.backend.unwrapped, engine) for name, engine in trained.items()], config.kl_coef
+    roles = [Role(name, engine.backend.unwrapped, engine) for name, engine in trained.items()]
+    kl_coef = config.kl_coef
     return PPOState(
         policy=policy,
         value=value,
@@ -119,9 +124,12 @@ def build_state(config: PPOConfig, data: RolloutData) -> PPOState:
 def source_of(config: SamplingSettings, **changes: Any) -> RewardSource:
     """The rewards of a stage that samples, with changes."""
     given: dict[str, Any] = {
-        "reward_model": config.reward_model, "rewards": config.rewards, "data": config.data,
-        "max_new_tokens": config.max_new_tokens, "micro_batch_tokens": config.training.tokens_per_forward,
-    }  # fmt: skip
+        "reward_model": config.reward_model,
+        "rewards": config.rewards,
+        "data": config.data,
+        "max_new_tokens": config.max_new_tokens,
+        "micro_batch_tokens": config.training.tokens_per_forward,
+    }
     if isinstance(config, PPOConfig):
         given |= {"reward_combine": config.reward_combine, "reward_std_coef": config.reward_std_coef}
     return RewardSource(**(given | changes))
@@ -197,7 +205,8 @@ def policy_engine(start: Policy, config: SamplingSettings, iterations: int) -> E
     """The policy's engine; without dropout, or the first ratio would not be 1."""
     total = iterations * config.epochs * config.minibatches
     engine = Engine(start.model.eval(), config.optim, config.training, total_steps=total)
-    size, batch_size = engine.process_group.size, config.training.batch_size
+    size = engine.process_group.size
+    batch_size = config.training.batch_size
     if batch_size < size:
         raise UserError(
             f"training.batch_size {batch_size} gives some of the {size} processes no prompt to respond to; raise it, or "
@@ -211,7 +220,8 @@ def start_value_model(config: PPOConfig, tokenizer: Tokenizer, bases: SharedWeig
     if config.value_model == "policy":
         return load_value_model(config.policy, config.adapter, tokenizer, None, head="zero", bases=bases)
     source = config.reward_models[0]
-    reward_model, own = find_directory(source), load_tokenizer(source)
+    reward_model = find_directory(source)
+    own = load_tokenizer(source)
     if read_members(reward_model) is not None or not same_vocabulary(tokenizer, own):
         raise UserError(
             f"{source}: an ensemble of adapters, or a reward model whose tokenizer differs from the policy's, cannot become "
@@ -239,7 +249,8 @@ def choose_rollout_weights(
     Gathered weights stand beside the cache and logits of the samples and the optimizer's state, which the first update
     creates. Every rank must have room for them: the one with the least free memory decides.
     """
-    group, choice = state.process_group, config.rollout_weights
+    group = state.process_group
+    choice = config.rollout_weights
     whole = state.policy.backend.whole_bytes()
     if whole == 0:
         if choice == "sharded":

@@ -84,7 +84,9 @@ class ScoreNormalizer:
                 raise UserError(
                     f"the reward model's scores cannot be normalized by {no_std_reason(count)}, or set normalize_scores=false"
                 )
-            self.scale, self.shift, self.fitted = 1 / deviation, -mean / deviation, True
+            self.scale = 1 / deviation
+            self.shift = -mean / deviation
+            self.fitted = True
         return self
 
 
@@ -317,5 +319,6 @@ class PPOState(SamplingState):
 
     def restore(self, saved: Saved) -> None:
         super().restore(saved)
-        self.num_updates, self.kl.coef = saved["num_updates"], saved["kl_coef"]
+        self.num_updates = saved["num_updates"]
+        self.kl.coef = saved["kl_coef"]
         self.normalizer = ScoreNormalizer(**saved["normalizer"])

@@ -104,7 +104,8 @@ def choose(
 
     `maskable` is True for the text's own tokens (at least one), `word_starts` where a word begins, both [N].
     """
-    count, choice = budget(sum(maskable), masking.rate), np.full(len(maskable), NOT_CHOSEN)
+    count = budget(sum(maskable), masking.rate)
+    choice = np.full(len(maskable), NOT_CHOSEN)
     if masking.units == "spans":
         return _choose_spans(words_of(maskable, word_starts), choice, count, masking, generator)
     if masking.units == "words":
@@ -120,7 +121,8 @@ def _choose_words(words: Sequence[tuple[int, int]], most: int, generator: np.ran
 
     Source: BERT's whole-word masking, google-research/bert, README of 31 May 2019.
     """
-    order, chosen = generator.permutation(len(words)), []
+    order = generator.permutation(len(words))
+    chosen = []
     for start, stop in (words[number] for number in order):
         if len(chosen) + stop - start <= most:
             chosen += range(start, stop)
@@ -137,7 +139,9 @@ def _choose_spans(
 
     Source: Joshi et al. 2020, arXiv:1907.10529, section 3.1.
     """
-    probabilities, spans, count = span_lengths(masking.span_stop, masking.longest_span), 0, 0
+    probabilities = span_lengths(masking.span_stop, masking.longest_span)
+    spans = 0
+    count = 0
     for number in generator.permutation(len(words)):
         if count >= most:
             break
@@ -147,7 +151,8 @@ def _choose_spans(
             if count >= most or choice[start] != NOT_CHOSEN or end not in (None, start):
                 break
             choice[start:stop] = spans
-            count, end = count + stop - start, stop
+            count = count + stop - start
+            end = stop
         spans += end is not None
     return choice
 
@@ -160,7 +165,8 @@ def span_boundaries(choice: np.ndarray) -> np.ndarray:
     chosen = np.flatnonzero(choice != NOT_CHOSEN)
     first = np.flatnonzero(np.diff(choice[chosen], prepend=NOT_CHOSEN))  # of each span, among the chosen tokens
     spans = np.searchsorted(first, np.arange(len(chosen)), side="right") - 1
-    starts, stops = chosen[first], chosen[np.append(first[1:], len(chosen)) - 1] + 1
+    starts = chosen[first]
+    stops = chosen[np.append(first[1:], len(chosen)) - 1] + 1
     return np.stack([starts[spans] - 1, stops[spans], chosen - starts[spans]], 1)
 
 
@@ -259,7 +265,8 @@ def infill(
 
     Source: Lewis et al. 2020, arXiv:1910.13461, section 2.2 (text infilling; lambda = 3, 30 % of the tokens).
     """
-    masked, lengths = budget(len(ids), density), []
+    masked = budget(len(ids), density)
+    lengths = []
     while sum(lengths) < masked:
         length = min(int(generator.poisson(mean_span)), masked - sum(lengths))
         if length or len(lengths) < sum(lengths):

@@ -42,7 +42,8 @@ Corrupt = Callable[[Ids, np.random.Generator], tuple[list[int], list[int]]]  # a
 TOO_SHORT = "text of a single token, too short for a source and a target"
 MASK_NAMES = ("<mask>", "[MASK]")  # looked up where the tokenizer names no mask token
 NO_TOKEN = "text of which the tokenizer makes no token"
-FOLLOWS, OTHER_TEXT = 0, 1
+FOLLOWS = 0
+OTHER_TEXT = 1
 ONE_SENTENCE = "text of fewer than two sentences: no pair can be made"
 LONG_SENTENCES = "two sentences longer than max_length: the longer one's end cut off"
 SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\s*\n\s*")
@@ -101,7 +102,8 @@ def split_texts(
     rows: Sequence[Text], tokenizer: Tokenizer, budget: int, dropped: Mapping[int, str]
 ) -> tuple[list[tuple[Text, TokenizedText, slice]], Tally]:
     """Each text in parts of at most `budget` tokens; texts of a length in `dropped` are dropped for the reason there."""
-    parts, counts = [], Tally(rows=len(rows))
+    parts = []
+    counts = Tally(rows=len(rows))
     for row, text in zip(rows, tokenize_with_offsets(tokenizer, [row.text for row in rows]), strict=True):
         if len(text.ids) in dropped:
             counts.drop(dropped[len(text.ids)], row.row_id)
@@ -208,7 +210,8 @@ def sentences_of(text: str) -> list[str]:
 
 def tokenize_passages(rows: Sequence[Text], tokenizer: Tokenizer, max_length: int) -> tuple[list[Example], Tally]:
     """Texts as passages of successive sentences; each sentence is in one passage."""
-    counts, passages = Tally(rows=len(rows)), []
+    counts = Tally(rows=len(rows))
+    passages = []
     budget = text_budget(max_length, special_token_template(tokenizer).size(2))
     for document, row in enumerate(rows):
         texts = tokenize_with_offsets(tokenizer, sentences_of(row.text))
@@ -239,7 +242,8 @@ def check_texts(passages: Sequence[Example], part: Part) -> None:
 
 def group_sentences(lengths: Sequence[int], budget: int) -> list[slice]:
     """Successive groups of at least two sentences, each of at most `budget` tokens unless two sentences are longer."""
-    edges, filled = [0], 0
+    edges = [0]
+    filled = 0
     for number, length in enumerate(lengths):
         if number - edges[-1] >= 2 and filled + length > budget:
             edges.append(number)
@@ -371,7 +375,8 @@ def span_corruption(
     tokenizer: Tokenizer, examples: Sequence[Example], *, density: float = 0.15, mean_span: float = 3.0
 ) -> Corrupt:
     """T5's span corruption of a text: source and target of `corrupt_spans`, each with the end token after it."""
-    sentinels, end = sentinel_ids(tokenizer), document_end_id(tokenizer)
+    sentinels = sentinel_ids(tokenizer)
+    end = document_end_id(tokenizer)
     lengths = np.unique(column_of(examples, "longest")).tolist()
     needed = 1 + max(corruption.span_plan(length, density, mean_span)[1] for length in lengths)
     if needed > len(sentinels):
@@ -397,7 +402,8 @@ def denoising(
 
     A sentence ends after a token whose text ends in a full stop, question mark or exclamation mark.
     """
-    mask, template = mask_tokens_of(tokenizer).mask_id, special_token_template(tokenizer)
+    mask = mask_tokens_of(tokenizer).mask_id
+    template = special_token_template(tokenizer)
     stops = frozenset(number for token, number in tokenizer.get_vocab().items() if token.endswith((".", "!", "?")))
     functions: dict[Noise, Callable[..., list[int]]] = {
         "infilling": partial(corruption.infill, mask_id=mask, density=density, mean_span=mean_span),

@@ -75,7 +75,8 @@ def source_files(source: str, split: str = "train") -> list[Path] | None:
 
 def unread_files(source: str, split: str) -> list[str]:
     """Names of the files of a directory that are not read, because they are of another split or of none."""
-    path, read = Path(source), set(source_files(source, split) or ())
+    path = Path(source)
+    read = set(source_files(source, split) or ())
     files = _files_inside(path) if path.is_dir() else []
     return [str(each.relative_to(path)) for each in files if each not in read]
 
@@ -238,7 +239,9 @@ def json_line_rows(path: Path, position: Position = None, stop: int | None = Non
     """One JSON object per line, up to byte `stop`; decoded line by line, so that a broken byte costs one row only."""
     start, number = position or (0, 0)
     for line in _binary_lines(path, start, number) if stop is None or start < stop else ():
-        before, start, number = start, start + len(line), number + 1
+        before = start
+        start = start + len(line)
+        number = number + 1
         if (row := _json_line_row(path, line, number, before)) is not None:
             yield row
         if stop is not None and start >= stop:
@@ -247,7 +250,8 @@ def json_line_rows(path: Path, position: Position = None, stop: int | None = Non
 
 def _json_line_row(path: Path, line: bytes, number: int, start: int) -> RawRow | None:
     """The row of a line; None where the line is blank."""
-    location, end = f"{path}:{number}", [start + len(line), number]
+    location = f"{path}:{number}"
+    end = [start + len(line), number]
     try:
         text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip()
         return _object_row(location, DECODER.decode(text), end) if text else None
@@ -312,12 +316,14 @@ def _text_lines(path: Path, at: list[int], longest: int = LINE_BYTES) -> Iterato
 
 def line_chunks(path: Path, size: int, first: int) -> Iterator[Chunk]:
     """An uncompressed file in successive chunks of whole lines, of about `size` bytes, the first one of about `first`."""
-    start, lines = 0, 0
+    start = 0
+    lines = 0
     with open(path, "rb") as file:
         while block := file.read(size if start else first):
             block += file.readline(LINE_BYTES)  # whoever reads a longer line refuses it
             yield Chunk(path, [start, lines], start + len(block))
-            start, lines = start + len(block), lines + block.count(b"\n")
+            start = start + len(block)
+            lines = lines + block.count(b"\n")
 
 
 # Formats
@@ -326,7 +332,8 @@ def line_chunks(path: Path, size: int, first: int) -> Iterator[Chunk]:
 def _text_rows(path: Path, position: Position = None) -> Iterator[RawRow]:
     """Running text: documents are separated by blank lines; a row is located by its first line."""
     at: list[int] = list(position or (0, 0))
-    lines, first = list[str](), 0
+    lines = list[str]()
+    first = 0
     for line in chain(_text_lines(path, at), [""]):
         if line.strip():
             first = first if lines else at[1]
@@ -346,7 +353,8 @@ def _csv_rows(path: Path, position: Position = None) -> Iterator[RawRow]:
             raise UserError(f"{path}:1: the same column name stands twice: {', '.join(names)}")
         line = at[1]
         for values in csv.reader(_text_lines(path, at), strict=True):
-            location, line = f"{path}:{line + 1}", at[1]
+            location = f"{path}:{line + 1}"
+            line = at[1]
             if len(values) == len(names):
                 yield RawRow(location, dict(zip(names, values, strict=True)), end=list(at))
             elif values:
@@ -405,11 +413,13 @@ def _parquet_rows(path: Path, position: Position = None) -> Iterator[RawRow]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    row, first = position or 0, 0  # `first` is the number of the group's first row
+    row = position or 0
+    first = 0  # `first` is the number of the group's first row
     try:
         with pq.ParquetFile(path) as table:
             for group in range(table.num_row_groups):
-                number, size = first, table.metadata.row_group(group).num_rows
+                number = first
+                size = table.metadata.row_group(group).num_rows
                 first += size
                 for batch in table.iter_batches(PARQUET_ROWS, row_groups=[group]) if row < first else ():
                     for values in batch.slice(min(max(0, row - number), batch.num_rows)).to_pylist():

@@ -90,7 +90,8 @@ def alpaca_prompt(instruction: str, context: str = "") -> str:
 
 def instruction_prompt(row: Columns) -> str | Messages:
     """Alpaca's prompt for `instruction` and `input`; messages where there are `system` or earlier turns in `history`."""
-    instruction, context = text_field(row, "instruction"), text_field({"input": "", **row}, "input", may_be_empty=True)
+    instruction = text_field(row, "instruction")
+    context = text_field({"input": "", **row}, "input", may_be_empty=True)
     question = f"{instruction}\n{context}" if context.strip() else instruction
     if row.get("history"):
         turns = list_field(row, "history")
@@ -151,7 +152,8 @@ def parse_dialogue(row: Columns, row_id: str, key: str) -> Demonstration:
     last = counting[-1]  # what follows it is not trained on
     if last == 0:
         raise BadRow(key, ALONE)
-    prompt, response = messages[:last], messages[last]["content"]
+    prompt = messages[:last]
+    response = messages[last]["content"]
     if len(counting) == 1 and is_plain(messages[last]):
         return Demonstration(prompt, response, row_id)
     trained = tuple(index in counting for index in replies if index <= last)
@@ -228,7 +230,8 @@ def parse_comparison(row: Columns, row_id: str, *_: str) -> Comparison:
     elif "prompt" in row and ASSISTANT_TURN not in text_field(row, "chosen"):
         raise BadRow("prompt", "is null")
     else:
-        (prompt, chosen), (other, rejected) = _split_dialogue(row, "chosen"), _split_dialogue(row, "rejected")
+        prompt, chosen = _split_dialogue(row, "chosen")
+        other, rejected = _split_dialogue(row, "rejected")
         if prompt != other:
             raise BadRow("rejected", "the dialogue before the last assistant turn differs from chosen's")
         return Comparison(prompt, chosen, rejected, margin, row_id)

@@ -54,7 +54,9 @@ def parse_ranking(row: Columns, row_id: str, responses: str, judgment: str) -> R
 
 def parse_rated(row: Columns, row_id: str, key: str) -> Ranking:
     """A list of objects, each a response with its score or rank (UltraFeedback, Nectar)."""
-    texts, scores, ranks = [], [], []
+    texts = []
+    scores = []
+    ranks = []
     for item in list_field(row, key):
         if not isinstance(item, dict):
             raise BadRow(key, f"must hold objects with a response and a score, holds {type_name(item)}")
@@ -190,7 +192,8 @@ def _some(records: Iterable[Record], none: str) -> list[Record]:
 
 def _solutions(steps: Sequence[object]) -> Iterator[tuple[list[str], list[bool]]]:
     """Steps with labels: first every continuation that was not followed, then the solution that was."""
-    texts, labels = list[str](), list[bool]()
+    texts = list[str]()
+    labels = list[bool]()
     for step in steps:
         if not isinstance(step, dict):
             raise BadRow("label", f"a step must be an object, is {type_name(step)}")
@@ -226,7 +229,9 @@ def parse_tagged_steps(row: Columns, row_id: str, *_: str) -> Steps:
 
     Source: Wang et al. 2024, arXiv:2312.08935.
     """
-    pieces, marked, labels = text_field(row, "input").split(TAG), text_field(row, "label"), list[bool]()
+    pieces = text_field(row, "input").split(TAG)
+    marked = text_field(row, "label")
+    labels = list[bool]()
     for number, piece in enumerate(pieces[:-1], start=1):
         rest = marked.removeprefix(piece)
         if not marked.startswith(piece) or rest[:1] not in ("+", "-"):

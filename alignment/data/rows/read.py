@@ -182,7 +182,8 @@ def read_rows(
         raise UserError(f"unknown kind of rows {kind!r}; known: {', '.join(get_args(Kind))}")
 
     def read(each: SourceConfig, left: int | None) -> ParsedRows[Record]:
-        raw, names = list(read_raw(each.source, str(each.split))), each.columns or {}
+        raw = list(read_raw(each.source, str(each.split)))
+        names = each.columns or {}
         parser = RecordParser(choose_row_format(each.source, raw, kind, names), as_messages)
         return parse_rows(raw, parser, columns=names, max_rows=left, unread=parser.unread)
 
@@ -288,7 +289,9 @@ class RecordParser:
     """Makes the records of one source: one row format, and one form of prompt: str or list (messages), the first row's."""
 
     def __init__(self, row_format: RowFormat, as_messages: bool = False):
-        self.row_format, self.as_messages, self.form_location = row_format, as_messages, ""
+        self.row_format = row_format
+        self.as_messages = as_messages
+        self.form_location = ""
         self.form: type | None = None
         self.keeps_all = row_format in ROW_FORMATS["prompts"]  # other columns are for the judge
         self.known = HARMLESS | BESIDE | {TIED}
@@ -341,7 +344,8 @@ class RecordParser:
             formats.add_template_variables(records, values)
         for form in (type(getattr(record, "prompt", "")) for record in records):
             if self.form is None:
-                self.form, self.form_location = form, location
+                self.form = form
+                self.form_location = location
             if form is not self.form:  # they would be rendered in two ways
                 here, above = ("text", "messages") if form is str else ("messages", "text")
                 raise BadRow("prompt", f"is {here} here and {above} above", f"at {self.form_location}")
@@ -404,7 +408,9 @@ def choose_parser(
     """
     if config.as_messages and kind == "text":
         raise UserError(f"{source.source}: rows of running text have no prompt; leave data.as_messages out")
-    held, seen, tried = list[Chunk](), list[RawRow](), 0
+    held = list[Chunk]()
+    seen = list[RawRow]()
+    tried = 0
     columns = source.columns or {}
     for chunk in chunks:
         held.append(chunk)

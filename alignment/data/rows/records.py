@@ -198,7 +198,8 @@ def ordered_pairs(ranking: Ranking) -> Iterator[Comparison]:
         for worse, second in enumerate(ranking.ranks):
             if first < second:
                 row_id = f"{ranking.row_id}[{better}>{worse}]"
-                chosen, rejected = ranking.responses[better], ranking.responses[worse]
+                chosen = ranking.responses[better]
+                rejected = ranking.responses[worse]
                 yield Comparison(ranking.prompt, chosen, rejected, ranking.margin, row_id)
 
 

@@ -121,7 +121,8 @@ def encode_plans(tokenizer: Tokenizer, plans: Sequence[TextPlan | UserError]) ->
     with_one_bos = bos_adder(tokenizer)
 
     def joined(plan: TextPlan) -> EncodedChat:
-        sequence, mask = list[int](), list[bool]()
+        sequence = list[int]()
+        mask = list[bool]()
         for part in plan.parts:
             more = [token for piece in part.pieces for token in ids[piece]]
             more = more if sequence or part.counts else with_one_bos(more)
@@ -174,7 +175,8 @@ def encode_each_prompt(
     asked = {number: prompt for number, prompt in enumerate(prompts) if not isinstance(prompt, str)}
     plans: list[TextPlan | UserError] = [TextPlan([Segment([Piece(str(prompt))], False)]) for prompt in prompts]
     if asked:
-        controls, stops = control_strings(tokenizer), stop_strings(tokenizer)
+        controls = control_strings(tokenizer)
+        stops = stop_strings(tokenizer)
         dialogues = [
             escape(controls, replies_without_end(prompt, stops), every[number], ((len(prompt), True),))
             for number, prompt in asked.items()
@@ -240,7 +242,8 @@ def encode_each_response(
         return _by_template(
             tokenizer, encode_each_response, every, responses=responses, prompts=asked, ended=whole, tools=every
         )
-    end, stops = str(tokenizer.convert_ids_to_tokens(end_token_id(tokenizer))), stop_strings(tokenizer)
+    end = str(tokenizer.convert_ids_to_tokens(end_token_id(tokenizer)))
+    stops = stop_strings(tokenizer)
     ends = [end if is_whole else None for is_whole in whole]
     messages = [Message(role="assistant", content=reply) if isinstance(reply, str) else reply for reply in responses]
     replies = [
@@ -324,7 +327,9 @@ def _turn_plan(
 ) -> TextPlan:
     """A reply with what the template writes around it."""
     opened, closed = texts
-    response, message, plain = turn.reply["content"], dialogue.messages[-1], is_plain(turn.reply)
+    response = turn.reply["content"]
+    message = dialogue.messages[-1]
+    plain = is_plain(turn.reply)
     found = find_turn(chat, message, closed, opened=opened, closed=closed)
     follows = _continues(chat, turn)
     unlike = plain and (chat.end is None or chat.writes_around or not follows)
@@ -333,7 +338,8 @@ def _turn_plan(
         raise UserError(f"{name_of(tokenizer)} {why.format(len(turn.prompt))}")
     if isinstance(found, str) or (found.start != len(opened) and follows):
         return _plain_plan(chat, turn, () if plain else (UNRENDERED_REASONING,))
-    body, lead = closed[found.start : found.stop], closed[found.start : found.words]
+    body = closed[found.start : found.stop]
+    lead = closed[found.start : found.words]
     _, repeated = without_prefill(chat, dialogue.escaped.unescape(body[len(lead) :]))
     if plain and (repeated or (lead and response.startswith(lead))):
         return _plain_plan(chat, turn)
@@ -352,7 +358,8 @@ def _turn_plan(
 
 def texts_ids(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
     """Ids of each document to pretrain on: one BOS where there is one, the text, EOS."""
-    end, with_one_bos = document_end_id(tokenizer), bos_adder(tokenizer)
+    end = document_end_id(tokenizer)
+    with_one_bos = bos_adder(tokenizer)
     return [[*with_one_bos(ids), end] for ids in encode(tokenizer, texts)]
 
 
@@ -422,12 +429,17 @@ def _plan(
     if not any(row.trained or [True]) or len(dialogue.messages) < 2:
         raise UserError(NO_REPLY)
     by_cut = dict(zip(dialogue.cuts, texts, strict=True))
-    whole, messages = texts[0], dialogue.messages
+    whole = texts[0]
+    messages = dialogue.messages
     notes = [VARIANT] if chat.training != chat.template else []
     replies = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    parts, position, start, after = list[Segment](), 0, 0, ""
+    parts = list[Segment]()
+    position = 0
+    start = 0
+    after = ""
     for index, counts in zip(replies, repeat(True) if row.trained is None else row.trained, strict=False):
-        opened, closed = by_cut.get((index, True), ""), by_cut.get((index + 1, False), whole)
+        opened = by_cut.get((index, True), "")
+        closed = by_cut.get((index + 1, False), whole)
         turn = find_turn(chat, messages[index], whole, opened=opened, closed=closed)
         if isinstance(turn, TurnSpan) and turn.start < position:
             turn = REWRITES
@@ -438,7 +450,8 @@ def _plan(
         if counts and loses_reasoning(messages[index], whole[turn.start : turn.stop]):
             notes.append(UNRENDERED_REASONING)
         start = turn.start
-        before, reply = whole[position:start], whole[start : turn.stop]
+        before = whole[position:start]
+        reply = whole[start : turn.stop]
         if opened and start == len(opened):
             reply, repeated = without_prefill(chat, reply)
             notes.extend(repeated)
@@ -484,7 +497,8 @@ def find_turn(chat: ChatFormat, message: Message, whole: str, *, opened: str, cl
         start = tag_boundary(chat.controls, whole, shared_length(whole, opened))
         if not opened.endswith(chat.header) or start < len(opened) - len(chat.header):
             return REWRITES
-    stop, goes_on = len(closed), not whole.startswith(closed)
+    stop = len(closed)
+    goes_on = not whole.startswith(closed)
     if goes_on:  # gpt-oss ends a turn in another token once the dialogue goes on, Phi-3 a dialogue in one of its own
         stop = tag_boundary(chat.controls, whole, shared_length(whole, closed))
     turn = whole[start:stop]
@@ -501,7 +515,8 @@ def find_turn(chat: ChatFormat, message: Message, whole: str, *, opened: str, cl
     if lead is None or (chat.end is not None and end is None and not goes_on and chat.training == chat.template):
         return UNLIKE
     # without a question before it, the assistant's own header is what its first words follow
-    words, after = start + lead, start + length
+    words = start + lead
+    after = start + length
     return TurnSpan(start if opened else words, words, after, end, after + len(end or ""))
 
 

@@ -101,7 +101,9 @@ class _Process:
 
     def stop(self) -> int:
         """End the helper process where it has not ended itself, and return its exit code."""
-        process, self.process, self.template = self.process, None, None
+        process = self.process
+        self.process = None
+        self.template = None
         if process is None or self.owner != os.getpid():
             return 0
         process.kill()
@@ -111,10 +113,15 @@ class _Process:
     def _start(self) -> None:
         start = f"import sys; sys.path[:] = {sys.path!r}; from alignment.data.text.rendering import serve; serve()"
         self.process = subprocess.Popen(
-            [sys.executable, "-c", start], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="ascii",
+            [sys.executable, "-c", start],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            encoding="ascii",
             env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-        )  # fmt: skip
-        self.owner, self.template = os.getpid(), None
+        )
+        self.owner = os.getpid()
+        self.template = None
 
 
 _process = _Process()
@@ -150,7 +157,8 @@ def _answer(compiled: Callable[[], Any], task: RenderTask, variables: Mapping[st
     try:
         for number, open_turn in task.cuts:
             signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
-            template, messages = compiled(), task.messages[:number]
+            template = compiled()
+            messages = task.messages[:number]
             template.globals["strftime_now"] = TEMPLATE_DATE.strftime
             text = template.render(
                 messages=messages, tools=task.tools, documents=None, add_generation_prompt=open_turn, **variables

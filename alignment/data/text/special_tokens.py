@@ -58,7 +58,8 @@ def without_end(text: str, stops: Sequence[str]) -> str:
 
 def bos_adder(tokenizer: Tokenizer) -> Callable[[list[int]], list[int]]:
     """A function that puts the BOS before a sequence, where the tokenizer has one and the template wrote none; two are refused."""
-    bos, adds = tokenizer.bos_token_id, adds_bos(tokenizer)
+    bos = tokenizer.bos_token_id
+    adds = adds_bos(tokenizer)
 
     def with_one_bos(ids: list[int]) -> list[int]:
         if bos is not None and ids[:2] == [bos, bos]:
@@ -148,7 +149,8 @@ def _encodings(tokenizer: Tokenizer, *texts: list[str], add_special_tokens: bool
 
 def sentinel_ids(tokenizer: Tokenizer) -> list[int]:
     """Ids of <extra_id_0>, <extra_id_1>, ... as far as the tokenizer has them; in T5's vocabulary they descend."""
-    vocabulary, ids = tokenizer.get_vocab(), []
+    vocabulary = tokenizer.get_vocab()
+    ids = []
     while (sentinel := vocabulary.get(SENTINEL.format(len(ids)))) is not None:
         ids.append(sentinel)
     return ids

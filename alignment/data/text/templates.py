@@ -344,7 +344,8 @@ def pieces_of(tokenizer: Tokenizer, text: str, escaped: EscapedControlTokens, *,
 
 def encode_pieces(tokenizer: Tokenizer, pieces: Iterable[Piece]) -> dict[Piece, list[int]]:
     """Ids of each piece; the tokenizer is called once for all pieces of one sort."""
-    sorts, ids = dict[tuple[bool, str], list[Piece]](), dict[Piece, list[int]]()
+    sorts = dict[tuple[bool, str], list[Piece]]()
+    ids = dict[Piece, list[int]]()
     for piece in dict.fromkeys(pieces):
         sorts.setdefault((piece.control, piece.after), []).append(piece)
     for (control, after), same in sorts.items():
@@ -392,7 +393,8 @@ def with_chat_template(tokenizer: Tokenizer, chosen: str | None) -> Tokenizer:
     """A copy of the tokenizer with another chat template, which is saved with it; None: the tokenizer as it is."""
     if chosen is None:
         return tokenizer
-    template, name = read_chat_template(chosen), str(tokenizer.name_or_path or "the tokenizer")
+    template = read_chat_template(chosen)
+    name = str(tokenizer.name_or_path or "the tokenizer")
     if missing := _missing_tokens(tokenizer, chosen):
         free = ", ".join(each for each, needed in NAMED.items() if not needed)
         raise UserError(

@@ -68,9 +68,15 @@ def _encode(tokenizer: Tokenizer, texts: Sequence[str], control_tokens: bool) ->
             backend.encode_special_tokens = not control_tokens
             return [each.ids for each in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
         encoded = tokenizer(  # verbose=False: no warning about long texts, which are truncated later
-            list(texts), add_special_tokens=False, split_special_tokens=not control_tokens, padding=False, truncation=False,
-            return_attention_mask=False, return_token_type_ids=False, verbose=False,
-        )  # fmt: skip
+            list(texts),
+            add_special_tokens=False,
+            split_special_tokens=not control_tokens,
+            padding=False,
+            truncation=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )
     return cast("list[list[int]]", encoded["input_ids"])
 
 
@@ -228,7 +234,8 @@ def add_new_tokens(tokenizer: Tokenizer, tokens: Sequence[str], special_tokens: 
     """
     from transformers import AddedToken
 
-    known, new = tokenizer.get_vocab(), [*tokens, *special_tokens]
+    known = tokenizer.get_vocab()
+    new = [*tokens, *special_tokens]
     problems = {token: "it is blank" for token in new if not token.strip()}
     problems |= {token: f"the vocabulary has it already, as {known[token]}" for token in new if token in known}
     problems |= {token: "it is given twice" for token in new if new.count(token) > 1}

@@ -69,10 +69,15 @@ def wrap_t5(tokenizer: Backend, sentinels: Sequence[int]) -> "PreTrainedTokenize
     """The tokenizer in transformers' form, the end token after each text, the sentinels added in the order given."""
     tokenizer.add_special_tokens([*T5_TOKENS, *(f"<extra_id_{number}>" for number in sentinels)])
     return wrap(
-        tokenizer, "$A </s>", "$A </s> $B </s>", added=("</s>",),
-        eos_token="</s>", pad_token="<pad>", unk_token="<unk>",
+        tokenizer,
+        "$A </s>",
+        "$A </s> $B </s>",
+        added=("</s>",),
+        eos_token="</s>",
+        pad_token="<pad>",
+        unk_token="<unk>",
         extra_special_tokens=[f"<extra_id_{number}>" for number in sorted(sentinels)],
-    )  # fmt: skip
+    )
 
 
 def train_tokenizer(
@@ -111,15 +116,23 @@ def train_bpe(
         )
     tokenizer = byte_level(Backend(models.BPE()))
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=list(special_tokens),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
-    )  # fmt: skip
+        vocab_size=vocab_size,
+        special_tokens=list(special_tokens),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
     tokenizer.train_from_iterator(texts, trainer)
     bos, eos, pad, *others = special_tokens
     fast = wrap(
-        tokenizer, f"{bos} $A", f"{bos} $A {bos} $B",
-        added=(bos,), bos_token=bos, eos_token=eos, pad_token=pad, extra_special_tokens=others,
-    )  # fmt: skip
+        tokenizer,
+        f"{bos} $A",
+        f"{bos} $A {bos} $B",
+        added=(bos,),
+        bos_token=bos,
+        eos_token=eos,
+        pad_token=pad,
+        extra_special_tokens=others,
+    )
     fast.chat_template = chat_template
     return fast
 
@@ -133,7 +146,8 @@ def train_wordpiece(texts: Iterable[str], vocabulary: int, *, lowercase: bool = 
     pipeline = bert_pipeline(Backend(models.WordPiece(unk_token="[UNK]")), lowercase=lowercase)
     # The trainer numbers the pieces ##a, ##b, ... as its hash table yields them, and breaks ties by number: two runs
     # differ. Named beforehand they have the same numbers each time.
-    normalizer, cutter = normalizers.BertNormalizer(lowercase=lowercase), pre_tokenizers.BertPreTokenizer()
+    normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+    cutter = pre_tokenizers.BertPreTokenizer()
     words = {word for text in texts for word, _ in cutter.pre_tokenize_str(normalizer.normalize_str(text))}
     inner = sorted({f"##{character}" for word in words for character in word[1:]})
     trainer = trainers.WordPieceTrainer(
@@ -185,7 +199,8 @@ def _in_order(tokenizer: Backend) -> Any:
     Characters that no likely piece holds get the lowest score and a step of 0.0001 each, in any order: here no step.
     """
     vocabulary = [(piece, round(score, 6)) for piece, score in json.loads(tokenizer.to_str())["model"]["vocab"]]
-    special, pieces = vocabulary[: len(T5_TOKENS)], vocabulary[len(T5_TOKENS) :]
+    special = vocabulary[: len(T5_TOKENS)]
+    pieces = vocabulary[len(T5_TOKENS) :]
     lowest = min(score for _, score in pieces)
     reach = lowest + 1e-4 * sum(len(piece) == 1 for piece, _ in pieces)
     levelled = [(piece, lowest if len(piece) == 1 and score <= reach else score) for piece, score in pieces]

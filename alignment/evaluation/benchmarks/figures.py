@@ -52,7 +52,8 @@ def toxicity_classifier(config: ToxicityConfig) -> Classifier:
         raise UserError(f"toxicity.label: {config.model} has no class {config.label!r}; {suggest(config.label, names)}")
 
     def toxicities(texts: Sequence[str]) -> list[float]:
-        found, said = dict.fromkeys(texts, 0.0), [text for text in dict.fromkeys(texts) if text.strip()]
+        found = dict.fromkeys(texts, 0.0)
+        said = [text for text in dict.fromkeys(texts) if text.strip()]
         if said:
             shares = classify(config.model, said).softmax(-1)[:, names.index(config.label)]
             found.update(zip(said, shares.tolist(), strict=True))
@@ -86,7 +87,8 @@ def baselines(task: LoadedBenchmark) -> dict[str, BaselineScorer]:
 
     unigram: log p(word) = log((count + 1) / (words + different words + 1)), counted in the choices, or in the texts
     """
-    items, kind = task.items, task.settings.kind
+    items = task.items
+    kind = task.settings.kind
     texts = [text for item in items for text in item.choices]
     texts += [item.prompt for item in items if kind in ("last_word", "rolling")]
     words = Counter(word for text in texts for word in text.split())
@@ -118,7 +120,8 @@ def multiple_choice(task: LoadedBenchmark, scorer: LanguageScorer | BaselineScor
 
     Source: Lin et al. 2021, arXiv:2109.07958, appendix B and their evaluation script.
     """
-    settings, rows = task.settings, list[Row]()
+    settings = task.settings
+    rows = list[Row]()
     if isinstance(scorer, LanguageScorer) and scorer.is_encoder:
         found = iter(scorer.pseudo_log_probs([item.choices for item in task.items]))
     else:
@@ -136,7 +139,8 @@ def multiple_choice(task: LoadedBenchmark, scorer: LanguageScorer | BaselineScor
             "predicted": best,
         }
         if {"mc1", "mc2"} & set(settings.metrics):
-            right, shares = np.isin(np.arange(len(log_probs)), item.right), np.exp(log_probs - log_probs.max())
+            right = np.isin(np.arange(len(log_probs)), item.right)
+            shares = np.exp(log_probs - log_probs.max())
             best_is_first = log_probs[item.right[0]] > log_probs[~right].max(initial=-math.inf)
             row |= {"mc1": best_is_first, "mc2": shares[right].sum() / shares.sum()}
         if item.bias:
@@ -159,7 +163,8 @@ def last_word(task: LoadedBenchmark, scorer: LanguageScorer | BaselineScorer) ->
 
 def rolling(task: LoadedBenchmark, scorer: LanguageScorer | BaselineScorer) -> list[Row]:
     """Log-probability, words and bytes of each text; words are what blanks part, also at its ends, as lm-eval counts them."""
-    texts, counted = [item.prompt for item in task.items], [item.counted or item.prompt for item in task.items]
+    texts = [item.prompt for item in task.items]
+    counted = [item.counted or item.prompt for item in task.items]
     return [
         {"log_prob": one, "words": len(re.split(r"\s+", text)), "bytes": len(text.encode())}
         for text, one in zip(counted, scorer.text_log_probs(texts), strict=True)
@@ -168,7 +173,8 @@ def rolling(task: LoadedBenchmark, scorer: LanguageScorer | BaselineScorer) -> l
 
 def answers(task: LoadedBenchmark, scorer: LanguageScorer | BaselineScorer) -> list[Row]:
     """1 where the response's answer is an accepted one; with match=squad exact match, and F1 of the words; `metrics`."""
-    settings, responses = task.settings, _responses(task, scorer, 1)
+    settings = task.settings
+    responses = _responses(task, scorer, 1)
     found = [_last_group(settings.extract, text) if settings.extract else text for text in responses]
     pairs = [(answer, item.choices) for answer, item in zip(found, task.items, strict=True)]
     if settings.match == "squad":
@@ -227,7 +233,9 @@ def task_figures(settings: Benchmark, columns: Columns) -> dict[str, float]:
     if settings.kind == "last_word":
         found["perplexity"] = float(np.exp(-columns["log_prob"].mean()))
     if settings.kind == "rolling":
-        nats, words, size = -columns["log_prob"].sum(), max(1, columns["words"].sum()), max(1, columns["bytes"].sum())
+        nats = -columns["log_prob"].sum()
+        words = max(1, columns["words"].sum())
+        size = max(1, columns["bytes"].sum())
         found |= {
             "word_perplexity": float(np.exp(nats / words)),
             "byte_perplexity": float(np.exp(nats / size)),
@@ -282,10 +290,12 @@ def figures_of(settings: Benchmark, clusters: np.ndarray, ours: Columns, theirs:
             low, high = np.nanquantile([one[name] for one in drawn], (0.025, 0.975)).tolist()
         elif theirs is None:
             share = win_rate(ours[name].tolist(), clusters=clusters.tolist())
-            low, high = share.low, share.high
+            low = share.low
+            high = share.high
         else:
             gain = accuracy_gain(ours[name].tolist(), theirs[name].tolist(), clusters.tolist())
-            low, high = gain["low"], gain["high"]
+            low = gain["low"]
+            high = gain["high"]
         if name not in shares and low == high:  # no draw differs
             low = high = math.nan
         figure |= {"low": low, "high": high}

@@ -123,7 +123,8 @@ class LanguageScorer:
     @torch.no_grad()
     def _likelihoods_apart(self, requests: Sequence[Request], start: int) -> list[Likelihood]:
         """Of each continuation by a decoder whose encoder reads the context; the end token is not part of it."""
-        before, device = special_token_template(self.tokenizer).single[0], next(self.model.parameters()).device
+        before = special_token_template(self.tokenizer).single[0]
+        device = next(self.model.parameters()).device
         contexts = [ids[-self.positions :] for ids in self.context_ids([context for context, _ in requests])]
         tails = encode(self.tokenizer, [tail.strip() for _, tail in requests])
         raise_all(
@@ -131,7 +132,8 @@ class LanguageScorer:
             for (_, tail), ids in zip(requests, tails, strict=True)
             if not ids
         )
-        sizes, found = list(map(len, tails)), [Likelihood(0.0, False)] * len(requests)
+        sizes = list(map(len, tails))
+        found = [Likelihood(0.0, False)] * len(requests)
         for group in group_by_length(
             [len(c) + size for c, size in zip(contexts, sizes, strict=True)], TOKENS_PER_FORWARD
         ):
@@ -171,7 +173,8 @@ class LanguageScorer:
 
         Every token is predicted once, behind at least one other; the last window of a text is as long as the others.
         """
-        ids, size = replace(self, chat=False).context_ids(texts), self.positions
+        ids = replace(self, chat=False).context_ids(texts)
+        size = self.positions
         whole = [[self.first_token, *tokens] for tokens in ids]
         starts = [(row, start) for row, text in enumerate(whole) for start in range(1, len(text), size)]
         windows = [
@@ -198,7 +201,8 @@ class LanguageScorer:
         Raises:
             UserError: a log-probability is not finite.
         """
-        alike, found = defaultdict[Input, list[int]](list), [Likelihood(0.0, False)] * len(requests)
+        alike = defaultdict[Input, list[int]](list)
+        found = [Likelihood(0.0, False)] * len(requests)
         for number, (context, tail) in enumerate(requests):
             alike[tuple([*context, *tail][-self.positions - 1 : -1]), len(tail)].append(number)
         groups = group_inputs(sorted(alike)) if self.sharing else [(len(one[0]), [one]) for one in alike]
@@ -218,7 +222,8 @@ class LanguageScorer:
         # one more token, so that the index behind the last input is that of a token
         documents = [*(tokens for tokens, _ in inputs), (0,)]
         batch = Ragged.build_shared(documents, [[False] * len(one) for one in documents], together, share=self.sharing)
-        ends, sizes = accumulate(len(tokens) for tokens, _ in inputs), [size for _, size in inputs]
+        ends = accumulate(len(tokens) for tokens, _ in inputs)
+        sizes = [size for _, size in inputs]
         before = runs([end - size for end, size in zip(ends, sizes, strict=True)], sizes)
         if (shared := batch.shared) is not None:
             before = shared.documents[before]
@@ -239,14 +244,16 @@ class LanguageScorer:
 
         Source: Nangia et al. 2020, arXiv:2010.00133, section 3, eq. 1.
         """
-        special, cells = set(self.tokenizer.all_special_ids), list[tuple[int, list[int], int]]()
+        special = set(self.tokenizer.all_special_ids)
+        cells = list[tuple[int, list[int], int]]()
         for number, pair in enumerate(pairs):
             texts = self.tokenizer(list(pair), verbose=False)["input_ids"]
             blocks = SequenceMatcher(None, *texts, autojunk=False).get_matching_blocks()
             for side, ids in enumerate(texts):
                 shared = chain.from_iterable(range(block[side], block[side] + block.size) for block in blocks)
                 cells += [(2 * number + side, ids, column) for column in shared if ids[column] not in special]
-        totals, device = torch.zeros(2 * len(pairs), dtype=torch.float64), next(self.model.parameters()).device
+        totals = torch.zeros(2 * len(pairs), dtype=torch.float64)
+        device = next(self.model.parameters()).device
         for group in group_by_length([len(ids) for _, ids, _ in cells], TOKENS_PER_FORWARD):
             rows, texts, columns = zip(*(cells[number] for number in group), strict=True)
             batch = Ragged.build(texts)
@@ -259,7 +266,8 @@ class LanguageScorer:
 
     def responses(self, prompts: Sequence[str], sampling: SamplingConfig, stop: Sequence[str] = ()) -> list[str]:
         """One text for each prompt, cut before the first stop string; a prompt too long for the model loses its beginning."""
-        start, stops = self.start_token, sorted(stop_token_ids(self.tokenizer))
+        start = self.start_token
+        stops = sorted(stop_token_ids(self.tokenizer))
         room = self.positions - (sampling.max_new_tokens if start is None else 0)
         if room < 1:
             raise UserError(
@@ -286,7 +294,8 @@ def group_inputs(inputs: Sequence[Input]) -> list[tuple[int, list[Input]]]:
     An input joins the group before it where at least a third of its tokens are the group's, more tokens are saved with it than
     without, and the group takes no more than half a forward.
     """
-    groups, common = list[tuple[int, list[Input]]](), 0
+    groups = list[tuple[int, list[Input]]]()
+    common = 0
     for one in inputs:
         size, group = groups[-1] if groups else (0, [((), 0)])
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(group[0][0], one[0], strict=False)))

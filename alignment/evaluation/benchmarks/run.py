@@ -67,11 +67,18 @@ class BenchmarksConfig(Settings):
     RULES = (
         Rule("output", lambda c: not c.output, "is missing; name the directory of the results"),
         Rule("models", lambda c: bool(c.models) == bool(c.model), "name at least one, or the only one as `model`"),
-        Rule("tasks", lambda c: not c.tasks and not c.lm_eval, "is empty, and so is lm_eval; name a task, such as lambada"),
+        Rule(
+            "tasks",
+            lambda c: not c.tasks and not c.lm_eval,
+            "is empty, and so is lm_eval; name a task, such as lambada",
+        ),
         Rule("tasks", lambda c: len({Path(task).stem for task in c.tasks}) < len(c.tasks), "has a name twice"),
-        Rule("baseline", lambda c: c.baseline is not None and c.baseline not in c.models,
-             "{self.baseline!r} is not among the models"),
-    )  # fmt: skip
+        Rule(
+            "baseline",
+            lambda c: c.baseline is not None and c.baseline not in c.models,
+            "{self.baseline!r} is not among the models",
+        ),
+    )
 
     def missing(self) -> Iterator[tuple[str, str]]:
         """The folder of rows where tasks need it, and the extra where lm-eval's tasks do."""
@@ -98,7 +105,8 @@ def run(config: BenchmarksConfig) -> Path:
         from alignment.evaluation.benchmarks.lm_eval_model import task_runner  # of the extra
 
         run_tasks = task_runner(config.lm_eval, config.include_path, max_rows=config.max_rows, shots=config.few_shot)
-    measured, foreign = {task.name: dict[str, Columns]() for task in tasks}, dict[str, object]()
+    measured = {task.name: dict[str, Columns]() for task in tasks}
+    foreign = dict[str, object]()
     for name, source in models.items():
         model = load_model(source, config.weights.dtype, best_device(), quantize=config.weights.quantize)
         scorer = LanguageScorer(model, load_tokenizer(source, config.chat_template), config.chat)
@@ -141,7 +149,8 @@ def task_results(
         measured: model -> values of each row.
         baseline: name of the model that the others are compared with; None: the first one.
     """
-    settings, against = task.settings, baseline or next(iter(measured))
+    settings = task.settings
+    against = baseline or next(iter(measured))
     _, clusters = np.unique([item.cluster for item in task.items], return_inverse=True)
 
     def by_model(rows: slice | np.ndarray) -> dict[str, Figures]:
@@ -182,7 +191,8 @@ def print_benchmarks(path: Path) -> None:
     """Print a row for each figure of a `results.json`, and for each task the first prompt, on standard output."""
     from alignment.evaluation.report.recipe_report import print_table  # matplotlib, which --help does not need
 
-    rows, results = list[dict[str, object]](), read_json_object(path)
+    rows = list[dict[str, object]]()
+    results = read_json_object(path)
     for task, entry in results["tasks"].items():
         print(f"{task}: the first prompt\n{entry['first_prompt']}\n")
         sides = {**entry["models"], **entry["baselines"]}

@@ -133,28 +133,58 @@ class Benchmark(Settings):
 
     RULES = (
         Rule("prompt", lambda c: not c.prompt and c.kind != "pairs", "is missing; write the template of the text"),
-        Rule("choices", lambda c: not c.choices and c.kind in ("multiple_choice", "pairs"),
-             "is missing: a list of templates, or an expression that gives one"),
-        Rule("answer", lambda c: c.answer == "none" and c.kind in ("multiple_choice", "last_word", "answers"),
-             "is missing: an expression that gives the right answer"),
-        Rule("few_shot", lambda c: c.few_shot and c.kind in ("pairs", "rolling", "toxicity"),
-             "has no effect with kind={self.kind}; leave it out"),
+        Rule(
+            "choices",
+            lambda c: not c.choices and c.kind in ("multiple_choice", "pairs"),
+            "is missing: a list of templates, or an expression that gives one",
+        ),
+        Rule(
+            "answer",
+            lambda c: c.answer == "none" and c.kind in ("multiple_choice", "last_word", "answers"),
+            "is missing: an expression that gives the right answer",
+        ),
+        Rule(
+            "few_shot",
+            lambda c: c.few_shot and c.kind in ("pairs", "rolling", "toxicity"),
+            "has no effect with kind={self.kind}; leave it out",
+        ),
         Rule("bias", lambda c: len(c.bias) in (1, 2), "needs stereotyped, unknown and ambiguous, all three"),
-        Rule("sampling", lambda c: c.kind == "toxicity" and c.sampling.temperature == 0,
-             "temperature must be above 0: all continuations of a prompt would be the same"),
-        Rule("metrics", lambda c: set(c.metrics) - TEXT_METRICS and c.kind not in ("multiple_choice", "pairs"),
-             "are figures of choices; leave them out with kind={self.kind}"),
-        Rule("metrics", lambda c: set(c.metrics) & TEXT_METRICS and c.kind != "answers",
-             "are figures of generated answers; leave them out with kind={self.kind}"),
-        Rule("bias", lambda c: c.bias and c.kind not in ("multiple_choice", "pairs"),
-             "is a figure of choices; leave it out with kind={self.kind}"),
+        Rule(
+            "sampling",
+            lambda c: c.kind == "toxicity" and c.sampling.temperature == 0,
+            "temperature must be above 0: all continuations of a prompt would be the same",
+        ),
+        Rule(
+            "metrics",
+            lambda c: set(c.metrics) - TEXT_METRICS and c.kind not in ("multiple_choice", "pairs"),
+            "are figures of choices; leave them out with kind={self.kind}",
+        ),
+        Rule(
+            "metrics",
+            lambda c: set(c.metrics) & TEXT_METRICS and c.kind != "answers",
+            "are figures of generated answers; leave them out with kind={self.kind}",
+        ),
+        Rule(
+            "bias",
+            lambda c: c.bias and c.kind not in ("multiple_choice", "pairs"),
+            "is a figure of choices; leave it out with kind={self.kind}",
+        ),
         Rule("extract", lambda c: c.extract and refusal(compile_pattern, c.extract)),
-        Rule("extract", lambda c: c.extract and not refusal(compile_pattern, c.extract) and not compile_pattern(c.extract).groups,
-             "must have a group, the answer, such as 'answer is (.*)'"),
+        Rule(
+            "extract",
+            lambda c: c.extract and not refusal(compile_pattern, c.extract) and not compile_pattern(c.extract).groups,
+            "must have a group, the answer, such as 'answer is (.*)'",
+        ),
         Rule("document_start", lambda c: c.document_start and refusal(compile_pattern, c.document_start)),
-        Rule("document_start", lambda c: c.document_start and c.whole_files, "has no effect with whole_files; leave one out"),
-        Rule("counted", lambda c: c.counted and c.kind != "rolling", "has no effect with kind={self.kind}; leave it out"),
-    )  # fmt: skip
+        Rule(
+            "document_start",
+            lambda c: c.document_start and c.whole_files,
+            "has no effect with whole_files; leave one out",
+        ),
+        Rule(
+            "counted", lambda c: c.counted and c.kind != "rolling", "has no effect with kind={self.kind}; leave it out"
+        ),
+    )
 
 
 @dataclass(frozen=True)
@@ -208,7 +238,8 @@ def read_task(name: str, data: Path, *, max_rows: int | None = None, shots: int 
 
 def _items(settings: Benchmark, data: Path, sources: Sequence[str], path: Path) -> list[Item]:
     """The rows of some files; each fault is named once, with the first row that has it."""
-    items, faults = list[Item](), defaultdict[str, list[str]](list)
+    items = list[Item]()
+    faults = defaultdict[str, list[str]](list)
     for location, row in _rows(sources, data, settings):
         try:
             columns = {**row, "row": row}
@@ -229,7 +260,8 @@ def _items(settings: Benchmark, data: Path, sources: Sequence[str], path: Path) 
 def _rows(sources: Sequence[str], data: Path, settings: Benchmark) -> list[tuple[str, dict[str, object]]]:
     """Location and columns of each row; up to the next one that matches `document_start` they are put together."""
     starts = settings.document_start
-    begins, found = compile_pattern(starts or ""), list[tuple[str, dict[str, object]]]()
+    begins = compile_pattern(starts or "")
+    found = list[tuple[str, dict[str, object]]]()
     for source in sources:
         on_hub = source.endswith("]") and not (data / source).exists()
         in_text = starts is not None and (on_hub or source.removesuffix(".gz").endswith(".txt"))
@@ -271,7 +303,9 @@ def _value(columns: Mapping[str, object], key: str, text: str, compiled: Compile
 
 def _item(settings: Benchmark, value: Callable[..., object], location: str) -> Item:
     """ValueError names the key whose value the task's kind cannot take."""
-    kind, choices, answer = settings.kind, settings.choices, value("answer", settings.answer)
+    kind = settings.kind
+    choices = settings.choices
+    answer = value("answer", settings.answer)
 
     def text(key: str, template: str) -> str:
         return str(value(key, template, TEMPLATE))
@@ -279,7 +313,8 @@ def _item(settings: Benchmark, value: Callable[..., object], location: str) -> I
     found = [text("choices", one) for one in choices] if isinstance(choices, list) else value("choices", choices)
     if not isinstance(found, (list, tuple)) or (kind == "pairs" and len(found) != 2):
         raise ValueError(f"choices: must be a list of {'two ' if kind == 'pairs' else ''}texts, got {found!r}")
-    texts, given = tuple(map(str, found)), tuple(answer) if isinstance(answer, (list, tuple)) else (answer,)
+    texts = tuple(map(str, found))
+    given = tuple(answer) if isinstance(answer, (list, tuple)) else (answer,)
     if kind in ("last_word", "answers"):
         texts = tuple(map(str, given))
         if why := reference_problem("exact" if settings.match == "squad" else settings.match, texts):

@@ -18,7 +18,9 @@ from alignment.evaluation.report.html import Chart
 from alignment.evaluation.run_log import window_sums
 
 # Placeholder colors for matplotlib; the SVG refers to the page's style sheet instead.
-INK, MUTED, GRID = "#a00000", "#a00001", "#a00002"
+INK = "#a00000"
+MUTED = "#a00001"
+GRID = "#a00002"
 SERIES = tuple(f"#a000{number:02x}" for number in range(0x10, 0x1A))
 VARIABLES = {INK: "ink", MUTED: "muted", GRID: "grid"} | {color: f"series-{i}" for i, color in enumerate(SERIES)}
 REPLACED = (  # in matplotlib's SVG
@@ -41,12 +43,29 @@ LABEL_LETTERS = 18  # of a bar's label on one line
 STYLE: Any = {
     "svg.fonttype": "none",  # letters stay letters: searchable, and in the page's own typeface
     "text.parse_math": False,  # a "$" in a name is a "$"
-    "font.size": 10, "text.color": INK, "axes.edgecolor": GRID, "axes.labelcolor": MUTED, "axes.labelsize": 9.5,
-    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True,
-    "axes.formatter.limits": (-3, 5), "grid.color": GRID, "grid.linewidth": 0.8, "xtick.color": GRID, "ytick.color": GRID,
-    "xtick.labelcolor": MUTED, "ytick.labelcolor": MUTED, "xtick.bottom": False, "ytick.left": False,
-    "xtick.labelsize": 9.5, "ytick.labelsize": 9.5, "lines.linewidth": 1.8, "lines.solid_capstyle": "round",
-}  # fmt: skip
+    "font.size": 10,
+    "text.color": INK,
+    "axes.edgecolor": GRID,
+    "axes.labelcolor": MUTED,
+    "axes.labelsize": 9.5,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.formatter.limits": (-3, 5),
+    "grid.color": GRID,
+    "grid.linewidth": 0.8,
+    "xtick.color": GRID,
+    "ytick.color": GRID,
+    "xtick.labelcolor": MUTED,
+    "ytick.labelcolor": MUTED,
+    "xtick.bottom": False,
+    "ytick.left": False,
+    "xtick.labelsize": 9.5,
+    "ytick.labelsize": 9.5,
+    "lines.linewidth": 1.8,
+    "lines.solid_capstyle": "round",
+}
 # of a bar's value: beside the chart, where neither a line nor a label is
 BESIDE: Any = {"xycoords": ("axes fraction", "data"), "xytext": (6, 0), "textcoords": "offset points"}
 
@@ -78,7 +97,8 @@ def curve_chart(label: str, curves: tuple[Curve, ...], x_label: str) -> Markup:
     figure = Figure(figsize=(WIDTH / 72, 188 / 72), facecolor="none")
     axes = figure.add_axes((46 / WIDTH, 34 / 188, (WIDTH - 56) / WIDTH, 146 / 188), facecolor="none")
     for curve in curves:
-        x, y = np.asarray(curve.x, float), np.asarray(curve.y, float)
+        x = np.asarray(curve.x, float)
+        y = np.asarray(curve.y, float)
         form: Any = {"color": SERIES[curve.color % len(SERIES)], "linestyle": (0, (3, 2)) if curve.dashed else "-"}
         # neighbors on a line, as in a schedule: averaging would only bend it
         if len(y) < 40 or np.median(np.abs(np.diff(y, 2))) <= 0.01 * np.ptp(y):
@@ -99,7 +119,8 @@ def path_chart(label: str, curves: Sequence[Curve], x_label: str, y_label: str, 
     figure, axes = empty_figure(250)
     for curve in curves:
         color = SERIES[curve.color % len(SERIES)]
-        x, y = _thin(np.asarray(curve.x, float)), _thin(np.asarray(curve.y, float))
+        x = _thin(np.asarray(curve.x, float))
+        y = _thin(np.asarray(curve.y, float))
         if noisy:
             axes.plot(x, y, color=color, linestyle="", marker="o", markersize=2.6, markeredgewidth=0, alpha=0.4)
             x, y = (_moving_average(values, max(len(values) // 4, 1)) for values in (x, y))
@@ -201,7 +222,8 @@ def _courses(curves: Sequence[Curve]) -> str:
 
 def padded_limits(values: Sequence[float]) -> tuple[float, float]:
     """Limits around 0 and all values, with some space at the ends."""
-    low, high = min([0.0, *values]), max([0.0, *values])
+    low = min([0.0, *values])
+    high = max([0.0, *values])
     room = 0.05 * (high - low or 1.0)
     return low - room if low < 0 else low, high + room if high > 0 else high
 

@@ -105,7 +105,8 @@ def join_evaluations(evaluations: Mapping[str, Results]) -> dict[str, Any]:
         if len({results[key] for results in evaluations.values()}) > 1
     )
     label = "{policy} ({name})" if len(evaluations) > 1 else "{policy}"
-    models, samples = dict[str, Any](), dict[str, dict[str, Any]]()
+    models = dict[str, Any]()
+    samples = dict[str, dict[str, Any]]()
     for name, results in evaluations.items():
         models |= {label.format(policy=policy, name=name): own for policy, own in results["models"].items()}
         for sample in results.get("samples", []):

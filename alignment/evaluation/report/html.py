@@ -15,9 +15,11 @@ from alignment.files import PAGE, refuse_other_file, write_text
 
 TEMPLATES = Path(__file__).parent / "templates"
 MARKS = {  # of the words of another text, and of those in their place
-    "equal": Markup("{1}"), "delete": Markup("<del>{0}</del>"), "insert": Markup("<ins>{1}</ins>"),
+    "equal": Markup("{1}"),
+    "delete": Markup("<del>{0}</del>"),
+    "insert": Markup("<ins>{1}</ins>"),
     "replace": Markup("<del>{0}</del><ins>{1}</ins>"),
-}  # fmt: skip
+}
 Row = Mapping[str, object]  # of a table: column -> value, see `format_cell`
 
 

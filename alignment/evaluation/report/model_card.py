@@ -31,14 +31,19 @@ Config = Mapping[str, Any]
 NOTED = re.compile(r"(train|evaluation) [\w -]+: (?!prepared into|read from)|model/ holds ")  # notes of a run
 ABSOLUTE = re.compile(r"(?<![\w./:~-])/(?:[^\s/,()]+/)*([^\s/,()]+/[^\s/,()]+)")
 CLASSES = {  # ending of the class that opens a model, by peft's task type, and by ours where they differ
-    "CAUSAL_LM": "CausalLM", "SEQ_2_SEQ_LM": "Seq2SeqLM", "SEQ_CLS": "SequenceClassification",
-    "TOKEN_CLS": "TokenClassification", "QUESTION_ANS": "QuestionAnswering", "FEATURE_EXTRACTION": "FeatureExtraction",
-}  # fmt: skip
+    "CAUSAL_LM": "CausalLM",
+    "SEQ_2_SEQ_LM": "Seq2SeqLM",
+    "SEQ_CLS": "SequenceClassification",
+    "TOKEN_CLS": "TokenClassification",
+    "QUESTION_ANS": "QuestionAnswering",
+    "FEATURE_EXTRACTION": "FeatureExtraction",
+}
 
 
 def write_card(run: Path) -> None:
     """Write `model/README.md` of a training run; one that a user wrote or edited stays as it is."""
-    path, text = run / "model" / CARD, card_text(run)
+    path = run / "model" / CARD
+    text = card_text(run)
     before = path.read_text(encoding="utf-8") if path.is_file() else ""
     if before in ("", _marked(before.rpartition("\n<!--")[0])):
         write_text(path, _marked(text))
@@ -53,8 +58,10 @@ def _marked(text: str) -> str:
 
 def card_text(run: Path) -> str:
     """The card of a run's model, without its mark."""
-    lineage, config = read_json_object(run / "lineage.json"), read_yaml(run / "config.yaml").values or {}
-    ancestors, datasets = list(_ancestors(run)), sorted(_hub_datasets(config))
+    lineage = read_json_object(run / "lineage.json")
+    config = read_yaml(run / "config.yaml").values or {}
+    ancestors = list(_ancestors(run))
+    datasets = sorted(_hub_datasets(config))
     starts = {name: digest for name, digest, is_start in ancestors if is_start}
     kinds = dict.fromkeys(starts, "model") | dict.fromkeys(datasets, "dataset")
     licenses = sorted({str(found) for name, kind in kinds.items() if (found := _metadata(name, kind).get("license"))})

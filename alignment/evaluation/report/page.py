@@ -190,12 +190,15 @@ def _evaluation(results: Results, paths: Mapping[str, Metrics], colors: Colors) 
 def _samples(samples: Sequence[Mapping[str, Any]], colors: Colors, baseline: str | None) -> Section:
     """Samples in the policies' colors, the baseline first, against which the others are marked."""
     colored = [
-        {"prompt": sample["prompt"], "responses": {
-            name: {"color": colors.get(name), **sample["responses"][name]}
-            for name in sorted(sample["responses"], key=lambda name: name != baseline)
-        }}
+        {
+            "prompt": sample["prompt"],
+            "responses": {
+                name: {"color": colors.get(name), **sample["responses"][name]}
+                for name in sorted(sample["responses"], key=lambda name: name != baseline)
+            },
+        }
         for sample in samples
-    ]  # fmt: skip
+    ]
     return Section("samples", "Samples", LEADS["samples"], samples=colored)
 
 
@@ -334,8 +337,10 @@ def _training(number: int, name: str, logs: Mapping[str, Metrics], colors: Color
     main, rest = (
         (panels if len(logs) == 1 else _one_metric_each(panels)) for panels in (MAIN, further_panels([*logs.values()]))
     )
-    first, charts = stage_charts(name, logs, main, colors), stage_charts(name, logs, rest, colors)
-    shown, charts = max(CHARTS_SHOWN, len(first) if alone else 0), [*first, *charts]
+    first = stage_charts(name, logs, main, colors)
+    charts = stage_charts(name, logs, rest, colors)
+    shown = max(CHARTS_SHOWN, len(first) if alone else 0)
+    charts = [*first, *charts]
     return Section(f"training-{number}", f"Training: {name}", charts=charts[:shown], folded=charts[shown:])
 
 
@@ -348,7 +353,8 @@ def _one_metric_each(panels: Mapping[str, Panel]) -> dict[str, Panel]:
 def further_panels(logs: Sequence[Mapping[str, object]]) -> dict[str, Panel]:
     """A panel for each metric logged by source, such as loss/NAME, then `FURTHER`, then one for each that no other shows."""
     shown = {"step", "tokens", *MAIN, *FURTHER, *(key for panel in MAIN.values() for key in panel.metrics)}
-    by_source, others = dict[str, Panel](), dict[str, Panel]()
+    by_source = dict[str, Panel]()
+    others = dict[str, Panel]()
     for key in dict.fromkeys(key.removeprefix(HELD_OUT) for logged in logs for key in logged):
         metric, slash, name = key.partition("/")
         title = metric.replace("_", " ").capitalize()
@@ -366,7 +372,8 @@ def stage_charts(stage: str, logs: Mapping[str, Metrics], panels: Mapping[str, P
     Args:
         logs: of the stage; or of several runs, each with its own color and held-out lines dashed.
     """
-    charts, several = [], len(logs) > 1
+    charts = []
+    several = len(logs) > 1
     for key, (title, note, metrics) in panels.items():
         lines = [
             (
@@ -397,17 +404,19 @@ def _lineage(records: Sequence[StageRecord]) -> Section:
     return Section(
         "lineage",
         "Lineage",
-        tables=[[
-            {
-                "stage": record.name,
-                "made from": ", ".join(map(short_path, record.parents)),
-                "hash": record.hash[:12],
-                "time": format_duration(record.seconds),
-            }
-            for record in records
-        ]],
+        tables=[
+            [
+                {
+                    "stage": record.name,
+                    "made from": ", ".join(map(short_path, record.parents)),
+                    "hash": record.hash[:12],
+                    "time": format_duration(record.seconds),
+                }
+                for record in records
+            ]
+        ],
         settings={record.name: dict(flatten_settings(record.settings)) for record in records},
-    )  # fmt: skip
+    )
 
 
 def flatten_settings(settings: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -428,7 +437,8 @@ def write_run_report(directory: Path, path: Path | None = None) -> Path:
     Args:
         path: of the page; None: `report.html` in the run's directory.
     """
-    record, run = read_stage_record(directory), read_run_log(directory)
+    record = read_stage_record(directory)
+    run = read_run_log(directory)
     log = read_log_rows(directory / "metrics.jsonl") if (directory / "sources.json").is_file() else []
     return write_report(
         path or directory / "report.html",
@@ -457,17 +467,20 @@ def logged_samples(runs: Mapping[str, Log]) -> list[dict[str, Any]]:
 
 def source_table(directory: Path, log: Log) -> list[dict[str, object]]:
     """One row for each data source of a run: rows, share drawn, the last value of each metric; none where there is one source."""
-    path, table = directory / "sources.json", []
+    path = directory / "sources.json"
+    table = []
     latest = {key: value for line in log for key, value in line.items()}
     for source in json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []:
         name = source["name"]
         shares = [line[f"share/{name}"] for line in log if line.get(f"share/{name}") is not None]
-        table.append({
-            "source": name,
-            "rows": source.get("rows"),
-            "share of draws": source.get("share"),
-            "share of what counted": sum(shares) / len(shares) if shares else None,
-            **{metric.replace("_", " "): latest.get(f"{metric}/{name}") for metric in RESULTS},
-        })  # fmt: skip
+        table.append(
+            {
+                "source": name,
+                "rows": source.get("rows"),
+                "share of draws": source.get("share"),
+                "share of what counted": sum(shares) / len(shares) if shares else None,
+                **{metric.replace("_", " "): latest.get(f"{metric}/{name}") for metric in RESULTS},
+            }
+        )
     kept = [column for column in table[0] if any(row[column] is not None for row in table)] if table else []
     return [{column: row[column] for column in kept} for row in table]

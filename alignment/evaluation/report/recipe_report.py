@@ -23,9 +23,11 @@ COLUMNS = {
     "ended_share": "share that ended",
 }
 ORDERS = {  # of a judge
-    "length_controlled": "at equal length", "inconsistent": "orders disagree", "position_bias": "shown first preferred",
+    "length_controlled": "at equal length",
+    "inconsistent": "orders disagree",
+    "position_bias": "shown first preferred",
     "longer_preferred": "longer preferred",
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -55,8 +57,10 @@ def run(config: ReportConfig) -> Path:
     """Write `output/report.html` and print its table."""
     metrics = {name: read_log_rows(Path(folder) / "metrics.jsonl") for name, folder in config.stages.items()}
     folders = {
-        "winrate": [config.evaluation], "benchmarks": [config.benchmarks], "reward": config.reward_models.values()
-    }  # fmt: skip
+        "winrate": [config.evaluation],
+        "benchmarks": [config.benchmarks],
+        "reward": config.reward_models.values(),
+    }
     raise_all(
         f"{Path(folder) / 'results.json'}: not there; run `alignment evaluate {command}` first"
         for command, named in folders.items()
@@ -137,7 +141,8 @@ def training_budgets(
 
 def verdicts(results: Results) -> list[str]:
     """The winner of each comparison, and how far its judge can be believed, in words."""
-    judge, models = results.get("judging", {}).get("judge", results.get("judge")), results.get("models", {})
+    judge = results.get("judging", {}).get("judge", results.get("judge"))
+    models = results.get("models", {})
     judged = {name: model for name, model in models.items() if "win_rate" in model}
     return [
         f"{preference_sentence(name, model['win_rate'], results['baseline'])}; judge: {judge}."
@@ -152,12 +157,15 @@ def benchmark_section(results: Results) -> Section:
     """The section of `evaluate benchmarks`: each task's figure of each model, before and after training."""
     tables = {
         f"{task}, {entry['rows']} rows: {entry['figure'].replace('_', ' ')}": [
-            {"model": name, "value": own[entry["figure"]],
-             f"change from {entry['against']}": entry["differences"].get(name, {}).get(entry["figure"])}
+            {
+                "model": name,
+                "value": own[entry["figure"]],
+                f"change from {entry['against']}": entry["differences"].get(name, {}).get(entry["figure"]),
+            }
             for name, own in entry["models"].items()
         ]
         for task, entry in results["tasks"].items()
-    }  # fmt: skip
+    }
     return Section("benchmarks", "Benchmarks", "The same tasks on each model, with 95 % intervals.", tables=tables)
 
 
@@ -184,6 +192,7 @@ def print_table(rows: Sequence[Row]) -> None:
 
 def _record(name: str, folder: Path) -> StageRecord:
     """Lineage of one stage under its name in the recipe."""
-    record, times = read_stage_record(folder), folder.parent / "stages.json"
+    record = read_stage_record(folder)
+    times = folder.parent / "stages.json"
     seconds = json.loads(times.read_text()).get(folder.name, {}).get("seconds") if times.is_file() else None
     return replace(record, name=name, parents=[Path(parent).parent.name for parent in record.parents], seconds=seconds)

@@ -39,7 +39,8 @@ def write_reward_page(path: Path, card: Card) -> Path:
 
 def card_summary(card: Card) -> str:
     """Accuracy of a reward model beside a coin, and what the model is."""
-    rate, model = card["accuracy"]["all"]["accuracy"], card["model"]
+    rate = card["accuracy"]["all"]["accuracy"]
+    model = card["model"]
     trained = f", trained with {model['loss']}" if model["loss"] else ""
     coin = (
         "" if rate["low"] > 0.5 else "; no difference from a coin is shown" if rate["high"] > 0.5 else ", below a coin"
@@ -68,7 +69,8 @@ def _accuracy(parts: Card) -> Section:
     histogram = parts["all"]["margin"]["histogram"]
     middles = [(low + high) / 2 for low, high in pairwise(histogram["edges"])]
     shares = [count / sum(histogram["counts"]) for count in histogram["counts"]]
-    title, margin = "Distribution of margins", "score(chosen) \N{MINUS SIGN} score(rejected)"
+    title = "Distribution of margins"
+    margin = "score(chosen) \N{MINUS SIGN} score(rejected)"
     svg = path_chart(title, [Curve("", middles, shares)], margin, "share of pairs")
     table = {
         name: {"pairs": own["accuracy"]["n"], "prompts": own["accuracy"]["prompts"], **own, "k_way": {}}
@@ -137,7 +139,8 @@ def _robustness(found: Card) -> Section:
 
 
 def _best_of_n(found: Card) -> Section:
-    curve, axis = found["curve"], "KL bound, nats"
+    curve = found["curve"]
+    axis = "KL bound, nats"
     kl, gold, low, high, proxy = ([one[key] for one in curve] for key in ("kl", "gold", "low", "high", "proxy"))
     true = [Curve("gold", kl, gold, 0), Curve("low", kl, low, 7), Curve("high", kl, high, 7)]
     extent = f"n = {curve[0]['n']} to {curve[-1]['n']}; higher is better"

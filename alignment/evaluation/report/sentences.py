@@ -49,7 +49,8 @@ def winner(results: Results) -> str:
 
 def overlaps(best: str, intervals: Mapping[str, Mapping[str, float]]) -> str:
     """The names whose intervals (low, high) share a value with that of the best one, so that no difference is shown."""
-    low, high = intervals[best]["low"], intervals[best]["high"]
+    low = intervals[best]["low"]
+    high = intervals[best]["high"]
     near = [name for name, one in intervals.items() if one["low"] <= high and low <= one["high"] and name != best]
     return (
         f"No difference from {joined(near)} is shown: the intervals overlap."
@@ -83,7 +84,8 @@ def end_interval(series: Series) -> dict[str, float] | None:
 
 def describe_run(run: RunLog) -> str:
     """A run in a few sentences: its start and rows, how it ended, its main metric, and what doctor found."""
-    start, rows = run.setting("policy") or "a new model", run.setting("data.train")
+    start = run.setting("policy") or "a new model"
+    rows = run.setting("data.train")
     last = max((series.steps[-1] for series in run.series.values()), default=0)
     end = f"finished after {run.finished}" if run.finished else f"has not finished: there are {last}"
     found = joined([each.symptom for each in diagnose(run)]) or (

@@ -104,7 +104,8 @@ def external_scalar_over(language: ExternalLanguageModel) -> ExternalScalarModel
 
     None where transformers' class for scores has another trunk than its language model, or more than a linear head.
     """
-    auto, trunk = _auto_class(AUTO_CLASSES["scalar"][0]), language.inner.base_model
+    auto = _auto_class(AUTO_CLASSES["scalar"][0])
+    trunk = language.inner.base_model
     settings = deepcopy(trunk.config)
     if type(settings) not in auto._model_mapping:
         return None
@@ -264,9 +265,15 @@ def _from_pretrained(
     """transformers' model and its report of keys."""
     try:
         return _auto_class(auto_class).from_pretrained(
-            directory, config=settings, dtype="auto" if dtype is None else dtype, local_files_only=True, use_safetensors=True,
-            trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True,
-        )  # fmt: skip
+            directory,
+            config=settings,
+            dtype="auto" if dtype is None else dtype,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
     except (OSError, ValueError, RuntimeError, LookupError, TypeError) as error:
         raise UserError(f"{directory}: transformers could not open it ({type(error).__name__}: {error})") from error
 

@@ -82,7 +82,8 @@ class ExternalModel(Model):
     @property
     def spec(self) -> ExternalSpec:
         """Sizes of the model."""
-        config, embedding = self.inner.config, self.inner.get_input_embeddings().weight
+        config = self.inner.config
+        embedding = self.inner.get_input_embeddings().weight
         limits = [getattr(config, name) - self._first_position for name in POSITIONS if getattr(config, name, None)]
         return ExternalSpec(
             embedding.shape[0], getattr(config, "hidden_size", embedding.shape[1]), min([*limits, 2**31])
@@ -123,7 +124,8 @@ class ExternalModel(Model):
 
         The class itself would return those of one token, the last one that is no padding token by its id.
         """
-        inner, virtual = self.inner, self.active_virtual_tokens()
+        inner = self.inner
+        virtual = self.active_virtual_tokens()
 
         def forward(rows: PaddedRows, columns: Tensor | None) -> Tensor:
             hidden = inner.base_model(**virtual.inputs(inner, rows.ids, rows.mask), use_cache=False).last_hidden_state
@@ -203,7 +205,8 @@ class ExternalLanguageModel(ExternalDecoder):
 
     def new_cache(self, rows: int, capacity: int) -> ExternalCache:
         """An empty cache for `rows` documents of up to `capacity` tokens each."""
-        virtual, capacity = self.active_virtual_tokens(), capacity + self.virtual_tokens()
+        virtual = self.active_virtual_tokens()
+        capacity = capacity + self.virtual_tokens()
         check_capacity(capacity, self.spec.max_positions)
         return (SharedCache if can_share_cache(self.inner, virtual) else RereadCache)(rows, capacity, virtual)
 
@@ -252,15 +255,21 @@ class ExternalSeq2SeqModel(ExternalDecoder):
 
     def _decoder_logits(self, batch: Seq2Seq) -> Tensor:
         """Logits at every target token, [N, V]."""
-        source, target = pad_rows(batch.encoder, self.padding_id), pad_rows(batch.decoder, self.padding_id)
-        virtual, target_mask, past = self.active_virtual_tokens(), target.mask, {}
+        source = pad_rows(batch.encoder, self.padding_id)
+        target = pad_rows(batch.decoder, self.padding_id)
+        virtual = self.active_virtual_tokens()
+        target_mask = target.mask
+        past = {}
         if virtual.prefix is not None:
             past = {"past_key_values": virtual.target_cache(self.inner, len(target.ids))}
             target_mask = F.pad(target_mask, (virtual.prefix_size, 0), value=1)
         logits = self.inner(
             **virtual._replace(prefix=None).inputs(self.inner, source.ids, source.mask),
-            decoder_input_ids=target.ids, decoder_attention_mask=target_mask, use_cache=False, **past,
-        ).logits  # fmt: skip
+            decoder_input_ids=target.ids,
+            decoder_attention_mask=target_mask,
+            use_cache=False,
+            **past,
+        ).logits
         return logits[target.mask.bool()]  # row by row, left to right: the order of the batch
 
 

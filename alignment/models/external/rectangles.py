@@ -47,7 +47,8 @@ class VirtualTokens(NamedTuple):
             mask = F.pad(mask, (self.prompt_size, 0), value=1)
             return {"inputs_embeds": torch.cat([prompt, vectors], dim=1), "attention_mask": mask}
         if self.prefix is not None:
-            mask, past = F.pad(mask, (self.prefix_size, 0), value=1), self.decoder_cache(inner, len(ids))
+            mask = F.pad(mask, (self.prefix_size, 0), value=1)
+            past = self.decoder_cache(inner, len(ids))
             return {"input_ids": ids, "attention_mask": mask, "past_key_values": past}
         return {"input_ids": ids, "attention_mask": mask}
 
@@ -127,10 +128,12 @@ def forward_tokens(
     wanted = torch.ones_like(batch.tokens, dtype=torch.bool)
     if token_index is not None:
         wanted = torch.zeros_like(wanted).index_fill(0, token_index, True)
-    outputs, indices = [], []
+    outputs = []
+    indices = []
     for rows in groups_with_little_padding(batch.lengths, padding_id):
         padded = pad_rows(batch, padding_id, rows)
-        mask, index = padded.mask, padded.token_index
+        mask = padded.mask
+        index = padded.token_index
         here = wanted[index]
         cells = torch.zeros_like(mask, dtype=torch.bool).masked_scatter(mask.bool(), here)  # row by row, like `index`
         columns = None if token_index is None else cells.any(0).nonzero().squeeze(1)
@@ -143,7 +146,8 @@ def forward_tokens(
 
 def forward_documents(forward: Callable[[PaddedRows], Tensor], batch: Ragged, padding_id: int | None) -> Tensor:
     """The output of `forward` for each document of a ragged batch, [B, ...]."""
-    outputs, order = [], []
+    outputs = []
+    order = []
     for rows in groups_with_little_padding(batch.lengths, padding_id):
         outputs.append(forward(pad_rows(batch, padding_id, rows)))
         order += rows
@@ -203,7 +207,8 @@ class ExternalCache:
     reorder: Callable[[Tensor], None]
 
     def __init__(self, rows: int, capacity: int, virtual: VirtualTokens = NO_VIRTUAL_TOKENS):
-        self.capacity, self.lengths = capacity, torch.zeros(rows, dtype=torch.long)
+        self.capacity = capacity
+        self.lengths = torch.zeros(rows, dtype=torch.long)
         self._virtual = virtual
         self._past: Any = None
 
@@ -226,13 +231,16 @@ class SharedCache(ExternalCache):
     def fill(self, inner: "PreTrainedModel", batch: Ragged) -> Tensor:
         from transformers.cache_utils import DynamicCache
 
-        virtual, width, device = self._virtual, max(batch.lengths), batch.tokens.device
+        virtual = self._virtual
+        width = max(batch.lengths)
+        device = batch.tokens.device
         padding = torch.tensor([width - length for length in batch.lengths], device=device)[:, None]
         mask = torch.arange(width, device=device) >= padding
         ids = torch.zeros_like(mask, dtype=torch.long).masked_scatter(mask, batch.tokens)  # row by row, as in the batch
         inputs = {"input_ids": ids}
         if virtual.prompt is not None:
-            size, prompt = virtual.prompt_size, virtual.prompt
+            size = virtual.prompt_size
+            prompt = virtual.prompt
             vectors = inner.get_input_embeddings()(F.pad(ids, (size, 0)))
             columns = (padding + torch.arange(size, device=device))[..., None].expand(-1, -1, vectors.shape[-1])
             prompt = prompt.to(vectors.dtype).expand(len(ids), -1, -1)
@@ -256,14 +264,19 @@ class SharedCache(ExternalCache):
         self, inner: "PreTrainedModel", inputs: dict[str, Tensor], positions: Tensor, **options: int
     ) -> Tensor:
         output = inner(
-            **inputs, attention_mask=self._mask, position_ids=positions, past_key_values=self._past, use_cache=True,
+            **inputs,
+            attention_mask=self._mask,
+            position_ids=positions,
+            past_key_values=self._past,
+            use_cache=True,
             **options,
-        )  # fmt: skip
+        )
         return output.logits[:, -1]
 
     def reorder(self, rows: Tensor) -> None:
         self._past.batch_select_indices(rows)
-        self._mask, self.lengths = self._mask[rows], self.lengths[rows]
+        self._mask = self._mask[rows]
+        self.lengths = self.lengths[rows]
 
 
 class RereadCache(ExternalCache):
@@ -288,7 +301,9 @@ class RereadCache(ExternalCache):
         return logits[torch.arange(len(logits), device=logits.device), virtual.prompt_size + self._own - 1]
 
     def reorder(self, rows: Tensor) -> None:
-        self._ids, self._own, self.lengths = self._ids[rows], self._own[rows], self.lengths[rows]
+        self._ids = self._ids[rows]
+        self._own = self._own[rows]
+        self.lengths = self.lengths[rows]
 
 
 class Seq2SeqCache(ExternalCache):
@@ -313,14 +328,19 @@ class Seq2SeqCache(ExternalCache):
         from transformers.modeling_outputs import BaseModelOutput
 
         output = inner(
-            encoder_outputs=BaseModelOutput(last_hidden_state=self._encoded), attention_mask=self._source_mask,
-            decoder_input_ids=ids, past_key_values=self._past, use_cache=True,
-        )  # fmt: skip
-        self._past, self.lengths = output.past_key_values, self.lengths + ids.shape[1]
+            encoder_outputs=BaseModelOutput(last_hidden_state=self._encoded),
+            attention_mask=self._source_mask,
+            decoder_input_ids=ids,
+            past_key_values=self._past,
+            use_cache=True,
+        )
+        self._past = output.past_key_values
+        self.lengths = self.lengths + ids.shape[1]
         return output.logits[:, -1]
 
     def reorder(self, rows: Tensor) -> None:
         for part in (self._past.self_attention_cache, self._past.cross_attention_cache):
             part.batch_select_indices(rows)
-        self._encoded, self._source_mask = self._encoded[rows], self._source_mask[rows]
+        self._encoded = self._encoded[rows]
+        self._source_mask = self._source_mask[rows]
         self.lengths = self.lengths[rows]

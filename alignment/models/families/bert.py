@@ -40,10 +40,20 @@ from alignment.models.safetensors_files import HFConfig
 from alignment.models.transformer import ProjectionSpec, TransformerSpec
 
 KEYS = (
-    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "hidden_act",
-    "hidden_dropout_prob", "attention_probs_dropout_prob", "max_position_embeddings", "type_vocab_size",
-    "initializer_range", "layer_norm_eps", "tie_word_embeddings",
-)  # fmt: skip
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+    "hidden_act",
+    "hidden_dropout_prob",
+    "attention_probs_dropout_prob",
+    "max_position_embeddings",
+    "type_vocab_size",
+    "initializer_range",
+    "layer_norm_eps",
+    "tie_word_embeddings",
+)
 HARMLESS = ("gradient_checkpointing", "output_past")  # of older converters, and of transformers' own training loop
 # Other values would mean causal attention or relative positions.
 ENCODER_FIXED = {"is_decoder": (False,), "position_embedding_type": ("absolute", None)}
@@ -55,9 +65,13 @@ DROPOUTS = ("classifier_dropout", "hidden_dropout_prob")  # of a read-out: its o
 def embedding_names(prefix: str) -> tuple[Name, ...]:
     """The weight table of embeddings with BERT's names."""
     return names_under(
-        f"{prefix}embeddings.", "trunk.", embed="word_embeddings", positions="position_embeddings",
-        segments="token_type_embeddings", embedding_norm="LayerNorm",
-    )  # fmt: skip
+        f"{prefix}embeddings.",
+        "trunk.",
+        embed="word_embeddings",
+        positions="position_embeddings",
+        segments="token_type_embeddings",
+        embedding_norm="LayerNorm",
+    )
 
 
 def layer_names(
@@ -204,15 +218,15 @@ def bert_family(
 KEPT = ("bert.pooler.dense.weight", "bert.pooler.dense.bias")
 POOLED_CLASSIFIER = (("bert.pooler.dense", "head.transform.dense"), *CLASSIFIER)
 PREDICTIONS = (
-    ("cls.predictions.transform.dense",     "head.transform.dense"),
+    ("cls.predictions.transform.dense", "head.transform.dense"),
     ("cls.predictions.transform.LayerNorm", "head.transform.norm"),
-    ("cls.predictions.decoder.weight",      "head.weight"),
-)  # fmt: skip
+    ("cls.predictions.decoder.weight", "head.weight"),
+)
 NEXT_SENTENCE = (
     *PREDICTIONS,
-    ("bert.pooler.dense",                   "next_sentence.transform.dense"),
-    ("cls.seq_relationship",                "next_sentence.output"),
-)  # fmt: skip
+    ("bert.pooler.dense", "next_sentence.transform.dense"),
+    ("cls.seq_relationship", "next_sentence.output"),
+)
 
 
 def follows_head(value: HFConfig) -> ClassificationHeadSpec:
@@ -230,14 +244,18 @@ BERT = bert_family(
     },
     # Google's first configs describe a pooler that every one of them has.
     harmless=(
-        "directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers",
-        "pooler_size_per_head", "pooler_type",
+        "directionality",
+        "pooler_fc_size",
+        "pooler_num_attention_heads",
+        "pooler_num_fc_layers",
+        "pooler_size_per_head",
+        "pooler_type",
     ),
     # Most encoders are published as they were pretrained, with the pooler and both heads.
     ignored_tensors=(r"bert\.pooler\.dense\.(weight|bias)", r"cls\.seq_relationship\.(weight|bias)"),
     language_bias="cls.predictions.",
     legacy_names={"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
-)  # fmt: skip
+)
 
 
 def roberta_spec(value: HFConfig, attention: Sequence[OwnScoresSpec] | None = None) -> TransformerSpec:
@@ -280,7 +298,8 @@ def _electra(value: HFConfig) -> TransformerSpec:
 
     Source: Clark et al. 2020, arXiv:2003.10555.
     """
-    narrow, width = value["embedding_size"], value["hidden_size"]
+    narrow = value["embedding_size"]
+    width = value["hidden_size"]
     return bert_spec(
         value,
         projection=None if narrow == width else ProjectionSpec(narrow, bias=True, before_positions=False),
@@ -311,7 +330,9 @@ def _albert(value: HFConfig) -> TransformerSpec:
 
     Source: Lan et al. 2019, arXiv:1909.11942.
     """
-    layers, groups, width = value["num_hidden_layers"], value["num_hidden_groups"], value["embedding_size"]
+    layers = value["num_hidden_layers"]
+    groups = value["num_hidden_groups"]
+    width = value["embedding_size"]
     if groups > layers:
         raise UserError(f"config.json: num_hidden_groups = {groups} is more than num_hidden_layers = {layers}")
     spec = bert_spec(
@@ -381,22 +402,31 @@ def _distilbert_head(value: HFConfig) -> ClassificationHeadSpec:
 
 
 DISTILBERT_KEYS = {  # BERT's name -> DistilBERT's
-    "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads", "hidden_size": "dim",
-    "intermediate_size": "hidden_dim", "hidden_act": "activation", "hidden_dropout_prob": "dropout",
+    "num_hidden_layers": "n_layers",
+    "num_attention_heads": "n_heads",
+    "hidden_size": "dim",
+    "intermediate_size": "hidden_dim",
+    "hidden_act": "activation",
+    "hidden_dropout_prob": "dropout",
     "attention_probs_dropout_prob": "attention_dropout",
-}  # fmt: skip
-DISTILBERT_STEM, DISTILBERT_LAYER = "distilbert.embeddings.", "distilbert.transformer.layer.{}."
+}
+DISTILBERT_STEM = "distilbert.embeddings."
+DISTILBERT_LAYER = "distilbert.transformer.layer.{}."
 DISTILBERT_NAMES = (
     *names_under(
         DISTILBERT_STEM, "trunk.", embed="word_embeddings", positions="position_embeddings", embedding_norm="LayerNorm"
     ),
     *names_under(
-        DISTILBERT_LAYER + "attention.", BLOCK + "attention.",
-        query="q_lin", key="k_lin", value="v_lin", output="out_lin",
+        DISTILBERT_LAYER + "attention.",
+        BLOCK + "attention.",
+        query="q_lin",
+        key="k_lin",
+        value="v_lin",
+        output="out_lin",
     ),
     *names_under(DISTILBERT_LAYER + "ffn.", BLOCK + "feedforward.", up="lin1", down="lin2"),
     *names_under(DISTILBERT_LAYER, BLOCK, attention_norm="sa_layer_norm", feedforward_norm="output_layer_norm"),
-)  # fmt: skip
+)
 DISTILBERT_PREDICTIONS = (
     *names_under("vocab_", "head.transform.", dense="transform", norm="layer_norm"),
     ("vocab_projector", "head"),
@@ -407,8 +437,13 @@ DISTILBERT = Family(
     name="distilbert",
     spec=_distilbert,
     keys=(
-        *DISTILBERT_KEYS.values(), "vocab_size", "max_position_embeddings", "initializer_range", "qa_dropout",
-        "seq_classif_dropout", "tie_word_embeddings",
+        *DISTILBERT_KEYS.values(),
+        "vocab_size",
+        "max_position_embeddings",
+        "initializer_range",
+        "qa_dropout",
+        "seq_classif_dropout",
+        "tie_word_embeddings",
     ),
     names=DISTILBERT_NAMES,
     trunk_prefix="distilbert.",
@@ -421,4 +456,4 @@ DISTILBERT = Family(
     fixed={**ENCODER_FIXED, "tie_weights_": (True,)},
     ignored_tensors=(POSITION_IDS,),
     new_model_config={"dropout": 0.0, "attention_dropout": 0.0},
-)  # fmt: skip
+)

@@ -33,7 +33,8 @@ from alignment.models.transformer import UNLIMITED, TransformerSpec
 
 TERMS = ("c2p", "p2c")
 
-LAYER, PROJECTIONS = "deberta.encoder.layer.", ("query_proj", "key_proj", "value_proj")
+LAYER = "deberta.encoder.layer."
+PROJECTIONS = ("query_proj", "key_proj", "value_proj")
 POSITIONS = {"position_query": "pos_query_proj", "position_key": "pos_key_proj"}
 NAMES = (
     *embedding_names("deberta."),
@@ -52,7 +53,8 @@ NAMES = (
     ("deberta.encoder.conv.LayerNorm", BLOCK + "norm"),
 )
 # The head has two spellings, of which the config's `legacy` chooses one; only the first may be untied.
-LEGACY, NEW = "cls.predictions.", "lm_predictions.lm_head."
+LEGACY = "cls.predictions."
+NEW = "lm_predictions.lm_head."
 
 
 def _head_names(value: HFConfig) -> tuple[Name, ...]:
@@ -67,7 +69,8 @@ def _head_names(value: HFConfig) -> tuple[Name, ...]:
 
 def _spec(value: HFConfig) -> TransformerSpec:
     raise_all(_problems(value))
-    absolute, kernel = value["position_biased_input"], value["conv_kernel_size"]
+    absolute = value["position_biased_input"]
+    kernel = value["conv_kernel_size"]
     longest = max(value["max_relative_positions"], 0) or value["max_position_embeddings"]
     attention = _attention(value, longest)
     spec = bert_spec(
@@ -84,7 +87,8 @@ def _spec(value: HFConfig) -> TransformerSpec:
 
 def _attention(value: HFConfig, longest: int) -> AttentionSpec | DisentangledSpec:
     """Attention of content and, where they act, of relative positions up to `longest`."""
-    terms, dropout = set(_terms(value)), value["attention_probs_dropout_prob"]
+    terms = set(_terms(value))
+    dropout = value["attention_probs_dropout_prob"]
     attention = attention_spec(value, dropout=dropout, causal=False)
     if not value["relative_attention"] or not terms:
         # the terms count even where they do not act
@@ -113,7 +117,9 @@ def _norms(value: HFConfig) -> list[str]:
 
 
 def _problems(value: HFConfig) -> Iterator[str]:
-    heads, width, kernel = value["num_attention_heads"], value["hidden_size"], value["conv_kernel_size"]
+    heads = value["num_attention_heads"]
+    width = value["hidden_size"]
+    kernel = value["conv_kernel_size"]
     terms = _terms(value)
     if not isinstance(terms, list) or any(word not in TERMS for word in terms):
         yield f"config.json: pos_att_type {value['pos_att_type']!r} is not made of {' and '.join(TERMS)}"
@@ -144,17 +150,37 @@ DEBERTA_V2 = bert_family(
     "deberta-v2",
     _spec,
     (
-        "attention_head_size", "relative_attention", "max_relative_positions", "position_buckets", "share_att_key",
-        "norm_rel_ebd", "position_biased_input", "conv_kernel_size", "conv_act", "conv_groups", "embedding_size",
-        "pooler_hidden_size", "pooler_hidden_act", "pooler_dropout", "cls_dropout", "legacy",
+        "attention_head_size",
+        "relative_attention",
+        "max_relative_positions",
+        "position_buckets",
+        "share_att_key",
+        "norm_rel_ebd",
+        "position_biased_input",
+        "conv_kernel_size",
+        "conv_act",
+        "conv_groups",
+        "embedding_size",
+        "pooler_hidden_size",
+        "pooler_hidden_act",
+        "pooler_dropout",
+        "cls_dropout",
+        "legacy",
     ),
     encoder_tasks("DebertaV2", (), POOLED_CLASSIFIER, _sequence_head, dropouts=("hidden_dropout_prob",)),
     trunk_prefix="deberta.",
     names=NAMES,
     defaults={
-        "attention_head_size": None, "position_buckets": -1, "share_att_key": False, "norm_rel_ebd": "none",
-        "conv_kernel_size": 0, "conv_act": "tanh", "conv_groups": 1, "embedding_size": None,
-        "pooler_hidden_size": None, "cls_dropout": None,
+        "attention_head_size": None,
+        "position_buckets": -1,
+        "share_att_key": False,
+        "norm_rel_ebd": "none",
+        "conv_kernel_size": 0,
+        "conv_act": "tanh",
+        "conv_groups": 1,
+        "embedding_size": None,
+        "pooler_hidden_size": None,
+        "cls_dropout": None,
     },
     limits={"type_vocab_size": Key(int, 0)},
     by_hand=("pos_att_type",),
@@ -167,4 +193,4 @@ DEBERTA_V2 = bert_family(
     ),
     language_bias=LEGACY,
     names_from_config=_head_names,
-)  # fmt: skip
+)

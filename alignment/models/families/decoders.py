@@ -33,7 +33,9 @@ def attention_spec(
         bias: of all four layers.
         more: other fields.
     """
-    count, shared, head_dim = value[heads], value.get("num_key_value_heads"), value.get("head_dim")
+    count = value[heads]
+    shared = value.get("num_key_value_heads")
+    head_dim = value.get("head_dim")
     problems = []
     if head_dim is None and value[width] % count:
         problems.append(f"config.json: {heads} = {count} does not divide {width} = {value[width]}")
@@ -51,7 +53,8 @@ def rotary_attention(value: HFConfig, *, whole: bool = True, **more: Any) -> Att
 
     Raises UserError as `attention_spec` and `read_rotary`; or, if `whole`, where only a part of each head is turned.
     """
-    bias, dropout = value.get("attention_bias", False), value["attention_dropout"]
+    bias = value.get("attention_bias", False)
+    dropout = value["attention_dropout"]
     attention = attention_spec(value, **{"bias": bias, "dropout": dropout, **more})
     rotary = read_rotary(value, attention.head_dim)
     if whole and rotary.width != attention.head_dim:
@@ -107,10 +110,12 @@ def windows(value: HFConfig, window: int | None, slides: Callable[[int], bool]) 
     Raises:
         UserError: `layer_types` is not one of LAYER_TYPES for each layer, or names windows and there is none.
     """
-    count, types = value["num_hidden_layers"], value["layer_types"]
+    count = value["num_hidden_layers"]
+    types = value["layer_types"]
     if types is None:
         types = [LAYER_TYPES[slides(layer)] for layer in range(count)]
-    wrong, known = [kind for kind in dict.fromkeys(map(str, types)) if kind not in LAYER_TYPES], ", ".join(LAYER_TYPES)
+    wrong = [kind for kind in dict.fromkeys(map(str, types)) if kind not in LAYER_TYPES]
+    known = ", ".join(LAYER_TYPES)
     problems = [f"config.json: layer_types has {kind!r}, which is not one of {known}" for kind in wrong]
     if len(types) != count:
         problems.append(f"config.json: layer_types names {len(types)} layers, num_hidden_layers is {count}")
@@ -122,7 +127,8 @@ def windows(value: HFConfig, window: int | None, slides: Callable[[int], bool]) 
 
 def layer_ropes(value: HFConfig) -> HFConfig:
     """`rope_parameters` of a config that has a mapping for each of LAYER_TYPES; raises UserError for anything else."""
-    given, known = value.get("rope_parameters") or {}, ", ".join(LAYER_TYPES)
+    given = value.get("rope_parameters") or {}
+    known = ", ".join(LAYER_TYPES)
     ropes = given if isinstance(given, dict) else {}
     problems = [
         f"config.json: rope_parameters has {kind!r}, which is not one of {known}"

@@ -69,9 +69,13 @@ def _sandwich_decoder(value: HFConfig, attentions: list[AttentionSpec]) -> Trans
 
 
 SANDWICH_KEYS = (
-    "attention_bias", "hidden_activation", "query_pre_attn_scalar", "sliding_window", "layer_types",
+    "attention_bias",
+    "hidden_activation",
+    "query_pre_attn_scalar",
+    "sliding_window",
+    "layer_types",
     "final_logit_softcapping",
-)  # fmt: skip
+)
 SANDWICH_NAMES: tuple[Name, ...] = (
     *PROJECTIONS,
     *names_under(LAYER, BLOCK, attention_norm="input_layernorm", attention_output_norm="post_attention_layernorm"),
@@ -101,14 +105,17 @@ def _gemma3(value: HFConfig) -> TransformerSpec:
 
     Layers that slide turn by `rope_local_base_freq`, layers that see everything by `rope_theta` and its scaling.
     """
-    ropes, scaling = layer_ropes(value), value.get("rope_scaling") or {}
+    ropes = layer_ropes(value)
+    scaling = value.get("rope_scaling") or {}
     problems = list(shape_problems(value))
-    made_from, pattern = value.get("_sliding_window_pattern"), value["sliding_window_pattern"]
+    made_from = value.get("_sliding_window_pattern")
+    pattern = value["sliding_window_pattern"]
     if value["layer_types"] is None and made_from not in (None, pattern):
         problems.append("config.json: _sliding_window_pattern without layer_types; name sliding_window_pattern instead")
     raise_all(problems)
     spans = windows(value, value["sliding_window"], lambda layer: (layer + 1) % pattern != 0)
-    norm, wide = RMSNormSpec(value["rms_norm_eps"], "unit_offset"), ropes.get("full_attention") or scaling
+    norm = RMSNormSpec(value["rms_norm_eps"], "unit_offset")
+    wide = ropes.get("full_attention") or scaling
     near = {"rope_theta": value["rope_local_base_freq"], **(ropes.get("sliding_attention") or {})}
     everything, sliding = (
         rotary_attention(

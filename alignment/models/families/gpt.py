@@ -30,15 +30,30 @@ from alignment.models.safetensors_files import HFConfig
 from alignment.models.transformer import UNLIMITED, ProjectionSpec, TransformerSpec
 
 KEYS = (
-    "vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "resid_pdrop", "embd_pdrop", "attn_pdrop",
-    "layer_norm_epsilon", "initializer_range", "tie_word_embeddings",
-)  # fmt: skip
+    "vocab_size",
+    "n_positions",
+    "n_embd",
+    "n_layer",
+    "n_head",
+    "resid_pdrop",
+    "embd_pdrop",
+    "attn_pdrop",
+    "layer_norm_epsilon",
+    "initializer_range",
+    "tie_word_embeddings",
+)
 # Heads read their own keys, and the summary head is none of ours; softmax runs in fp32 here whatever
 # reorder_and_upcast_attn says.
 HARMLESS = (
-    "classifier_dropout", "n_ctx", "reorder_and_upcast_attn", "summary_activation", "summary_first_dropout",
-    "summary_proj_to_labels", "summary_type", "summary_use_proj",
-)  # fmt: skip
+    "classifier_dropout",
+    "n_ctx",
+    "reorder_and_upcast_attn",
+    "summary_activation",
+    "summary_first_dropout",
+    "summary_proj_to_labels",
+    "summary_type",
+    "summary_use_proj",
+)
 # Dropout costs a preference method its first ratio of 1; whoever wants it writes it into the config.
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
@@ -54,7 +69,8 @@ TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 
 def _gpt2(value: HFConfig) -> TransformerSpec:
     """Norms before each part; scores may shrink from layer to layer."""
-    layers, std = value["n_layer"], value["initializer_range"]
+    layers = value["n_layer"]
+    std = value["initializer_range"]
     attention = attention_spec(value, "n_head", "n_embd", dropout=value["attn_pdrop"])
     scale = attention.scale if value["scale_attn_weights"] else 1.0
     shrinks = value["scale_attn_by_inverse_layer_idx"]
@@ -93,7 +109,7 @@ GPT2 = Family(
     transposed=TRANSPOSED,
     ignored_tensors=(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",),  # the causal mask, once saved as a buffer
     new_model_config=NO_DROPOUT,
-)  # fmt: skip
+)
 
 ACTIVATIONS = {"gelu": "gelu_new", "relu": "relu", "silu": "silu", "swish": "silu"}  # GPT-1's "gelu" is the tanh form
 
@@ -123,13 +139,16 @@ OPENAI_GPT = Family(
     transposed=TRANSPOSED,
     ignored_tensors=(r"(transformer\.)?(h\.\d+\.attn\.bias|position_ids)",),  # once saved as buffers
     new_model_config=NO_DROPOUT,
-)  # fmt: skip
+)
 
 
 def _opt(value: HFConfig) -> TransformerSpec:
     """GPT-2's shape with ReLU; the 350m model has norms after each sum and a token table narrower than its blocks."""
-    width, longest, bias = value["hidden_size"], value["max_position_embeddings"], value["enable_bias"]
-    affine, before = value["layer_norm_elementwise_affine"], value["do_layer_norm_before"]
+    width = value["hidden_size"]
+    longest = value["max_position_embeddings"]
+    bias = value["enable_bias"]
+    affine = value["layer_norm_elementwise_affine"]
+    before = value["do_layer_norm_before"]
     narrow = None if value["word_embed_proj_dim"] in (None, width) else value["word_embed_proj_dim"]
     spec = transformer_spec(
         {**value, "initializer_range": value["init_std"]},
@@ -149,24 +168,48 @@ def _opt(value: HFConfig) -> TransformerSpec:
 STEM = "model.decoder."
 OPT_NAMES = (
     *names_under(
-        STEM, "trunk.", embed="embed_tokens", positions="embed_positions", norm="final_layer_norm",
-        project_in="project_in", project_out="project_out",
+        STEM,
+        "trunk.",
+        embed="embed_tokens",
+        positions="embed_positions",
+        norm="final_layer_norm",
+        project_in="project_in",
+        project_out="project_out",
     ),
     *names_under(
-        STEM + "layers.{}.self_attn.", BLOCK + "attention.",
-        query="q_proj", key="k_proj", value="v_proj", output="out_proj",
+        STEM + "layers.{}.self_attn.",
+        BLOCK + "attention.",
+        query="q_proj",
+        key="k_proj",
+        value="v_proj",
+        output="out_proj",
     ),
-    *names_under(STEM + "layers.{}.", BLOCK, attention_norm="self_attn_layer_norm", feedforward_norm="final_layer_norm"),
+    *names_under(
+        STEM + "layers.{}.", BLOCK, attention_norm="self_attn_layer_norm", feedforward_norm="final_layer_norm"
+    ),
     *names_under(STEM + "layers.{}.", BLOCK + "feedforward.", up="fc1", down="fc2"),
-)  # fmt: skip
+)
 
 OPT = Family(
     name="opt",
     spec=_opt,
     keys=(
-        "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "ffn_dim", "max_position_embeddings",
-        "do_layer_norm_before", "_remove_final_layer_norm", "layer_norm_elementwise_affine", "word_embed_proj_dim",
-        "activation_function", "enable_bias", "dropout", "attention_dropout", "activation_dropout", "init_std",
+        "vocab_size",
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "ffn_dim",
+        "max_position_embeddings",
+        "do_layer_norm_before",
+        "_remove_final_layer_norm",
+        "layer_norm_elementwise_affine",
+        "word_embed_proj_dim",
+        "activation_function",
+        "enable_bias",
+        "dropout",
+        "attention_dropout",
+        "activation_dropout",
+        "init_std",
         "tie_word_embeddings",
     ),
     names=OPT_NAMES,
@@ -175,7 +218,7 @@ OPT = Family(
     defaults={"activation_dropout": 0.0},
     fixed={"layerdrop": (0,)},  # whole layers left out in training
     new_model_config={"dropout": 0.0},
-)  # fmt: skip
+)
 
 
 ALL = ("sequence", "tokens", "span")
@@ -210,13 +253,27 @@ GPT_NEOX = Family(
     name="gpt_neox",
     spec=_gpt_neox,
     keys=(
-        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "hidden_act",
-        "attention_bias", "attention_dropout", "hidden_dropout", "classifier_dropout", "max_position_embeddings",
-        "initializer_range", "layer_norm_eps", "rotary_pct", "rotary_emb_base", "tie_word_embeddings",
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "hidden_act",
+        "attention_bias",
+        "attention_dropout",
+        "hidden_dropout",
+        "classifier_dropout",
+        "max_position_embeddings",
+        "initializer_range",
+        "layer_norm_eps",
+        "rotary_pct",
+        "rotary_emb_base",
+        "tie_word_embeddings",
         "use_parallel_residual",
     ),
     names=(
-        ("gpt_neox.embed_in", "trunk.embed"), *_layer("gpt_neox.layers.{}.", "attention"),
+        ("gpt_neox.embed_in", "trunk.embed"),
+        *_layer("gpt_neox.layers.{}.", "attention"),
         ("gpt_neox.final_layer_norm", "trunk.norm"),
     ),
     trunk_prefix="gpt_neox.",
@@ -229,7 +286,7 @@ GPT_NEOX = Family(
     # once saved as buffers
     ignored_tensors=(r"(gpt_neox\.)?layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",),
     new_model_config={"classifier_dropout": 0.0},
-)  # fmt: skip
+)
 
 BLOOM_FALCON = (
     ("transformer.word_embeddings", "trunk.embed"),
@@ -256,8 +313,16 @@ BLOOM = Family(
     name="bloom",
     spec=_bloom,
     keys=(
-        "vocab_size", "hidden_size", "n_layer", "n_head", "layer_norm_epsilon", "initializer_range",
-        "apply_residual_connection_post_layernorm", "hidden_dropout", "attention_dropout", "classifier_dropout",
+        "vocab_size",
+        "hidden_size",
+        "n_layer",
+        "n_head",
+        "layer_norm_epsilon",
+        "initializer_range",
+        "apply_residual_connection_post_layernorm",
+        "hidden_dropout",
+        "attention_dropout",
+        "classifier_dropout",
         "tie_word_embeddings",
     ),
     names=(*BLOOM_FALCON, ("transformer.word_embeddings_layernorm", "trunk.embedding_norm")),
@@ -267,13 +332,20 @@ BLOOM = Family(
     # How the training library split and fused its work; softmax runs in fp32 here whatever they say. A longest document
     # is no part of ALiBi.
     harmless=(
-        "attention_softmax_in_fp32", "bias_dropout_fusion", "masked_softmax_fusion", "offset_alibi", "pretraining_tp",
-        "seq_length", "skip_bias_add", "skip_bias_add_qkv", "slow_but_exact",
+        "attention_softmax_in_fp32",
+        "bias_dropout_fusion",
+        "masked_softmax_fusion",
+        "offset_alibi",
+        "pretraining_tp",
+        "seq_length",
+        "skip_bias_add",
+        "skip_bias_add_qkv",
+        "slow_but_exact",
     ),
     fixed={"n_inner": (None,)},
     old_keys={"n_embed": "hidden_size", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"},
     interleaved=INTERLEAVED,
-)  # fmt: skip
+)
 
 
 def _falcon(value: HFConfig) -> TransformerSpec:
@@ -307,7 +379,8 @@ def _falcon_wiring(value: HFConfig) -> Literal["pre", "parallel", "parallel_shar
 
 
 def _falcon_problems(value: HFConfig) -> Iterator[str]:
-    norms, new = value["num_ln_in_parallel_attn"], value["new_decoder_architecture"]
+    norms = value["num_ln_in_parallel_attn"]
+    new = value["new_decoder_architecture"]
     if new and not value["parallel_attn"]:
         yield "config.json: new_decoder_architecture = True needs parallel_attn = True"
     if norms not in ((None, 1, 2) if new else (None, 1)):
@@ -324,10 +397,26 @@ FALCON = Family(
     name="falcon",
     spec=_falcon,
     keys=(
-        "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_kv_heads",
-        "num_ln_in_parallel_attn", "ffn_hidden_size", "activation", "alibi", "bias", "multi_query",
-        "new_decoder_architecture", "parallel_attn", "hidden_dropout", "attention_dropout", "classifier_dropout",
-        "max_position_embeddings", "layer_norm_epsilon", "initializer_range", "tie_word_embeddings",
+        "vocab_size",
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_kv_heads",
+        "num_ln_in_parallel_attn",
+        "ffn_hidden_size",
+        "activation",
+        "alibi",
+        "bias",
+        "multi_query",
+        "new_decoder_architecture",
+        "parallel_attn",
+        "hidden_dropout",
+        "attention_dropout",
+        "classifier_dropout",
+        "max_position_embeddings",
+        "layer_norm_epsilon",
+        "initializer_range",
+        "tie_word_embeddings",
     ),
     names=(*SIDE_BY_SIDE, *BLOOM_FALCON),
     trunk_prefix="transformer.",
@@ -338,4 +427,4 @@ FALCON = Family(
     old_keys={"n_embed": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads"},
     interleaved=INTERLEAVED,
     names_from_config=lambda value: SIDE_BY_SIDE if _falcon_wiring(value) == "parallel" else (),
-)  # fmt: skip
+)

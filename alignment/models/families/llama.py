@@ -19,10 +19,20 @@ from alignment.models.safetensors_files import HFConfig
 from alignment.models.transformer import TransformerSpec
 
 KEYS = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings", "initializer_range", "rms_norm_eps",
-    "tie_word_embeddings", "attention_dropout",
-)  # fmt: skip
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "max_position_embeddings",
+    "initializer_range",
+    "rms_norm_eps",
+    "tie_word_embeddings",
+    "attention_dropout",
+)
 
 LAYER = "model.layers.{}."
 PROJECTIONS: tuple[Name, ...] = (
@@ -93,7 +103,8 @@ def _mixtral(value: HFConfig) -> TransformerSpec:
     Source: Jiang et al. 2024, arXiv:2401.04088.
     """
     attention = rotary_attention({"rope_theta": 1e6, **value}, window=value["sliding_window"])
-    count, chosen = value["num_local_experts"], value["num_experts_per_tok"]
+    count = value["num_local_experts"]
+    chosen = value["num_experts_per_tok"]
     if chosen > count:
         raise UserError(f"config.json: num_experts_per_tok = {chosen} is more than num_local_experts = {count}")
     experts = ExpertsSpec(
@@ -120,7 +131,7 @@ MIXTRAL = llama_family(
     ),
     fixed={"router_jitter_noise": (0,)},  # noise on what the router reads, in training
     new_model_config={"output_router_logits": True},  # with random weights an unbalanced router starves experts
-)  # fmt: skip
+)
 
 
 def _with_upper_windows(value: HFConfig, attention: AttentionSpec) -> TransformerSpec:
@@ -161,7 +172,8 @@ def _smollm3(value: HFConfig) -> TransformerSpec:
 
     Source: Yang et al. 2025, arXiv:2501.18795 (layers without positions).
     """
-    attention, turned = rotary_attention({"rope_theta": 2e6, **value}), _turned(value)
+    attention = rotary_attention({"rope_theta": 2e6, **value})
+    turned = _turned(value)
     window = value["sliding_window"] if value["use_sliding_window"] else None
     spans = windows(value, window, lambda layer: window is not None and not turned[layer])
     plain = replace(attention, rotary=None)
@@ -172,7 +184,8 @@ def _smollm3(value: HFConfig) -> TransformerSpec:
 
 def _turned(value: HFConfig) -> list[bool]:
     """True for each layer that turns its queries and keys: 1 in `no_rope_layers`, whatever its name says."""
-    count, listed = value["num_hidden_layers"], value["no_rope_layers"]
+    count = value["num_hidden_layers"]
+    listed = value["no_rope_layers"]
     if listed is None:
         return [(layer + 1) % value["no_rope_layer_interval"] != 0 for layer in range(count)]
     if len(listed) < count or any(entry not in (0, 1) for entry in listed):
@@ -185,13 +198,18 @@ SMOLLM3 = llama_family(
     "SmolLM3",
     _smollm3,
     (
-        "attention_bias", "mlp_bias", "no_rope_layers", "no_rope_layer_interval", "use_sliding_window",
-        "sliding_window", "layer_types",
+        "attention_bias",
+        "mlp_bias",
+        "no_rope_layers",
+        "no_rope_layer_interval",
+        "use_sliding_window",
+        "sliding_window",
+        "layer_types",
     ),
     span_prefix="transformer.",
     defaults={"head_dim": None},
     harmless=("max_window_layers", "pretraining_tp"),  # in the published file; nothing reads them
-)  # fmt: skip
+)
 
 
 def _olmo2(value: HFConfig) -> TransformerSpec:
@@ -217,7 +235,7 @@ OLMO2 = llama_family(
     ),
     heads=("sequence",),
     defaults={"head_dim": None},
-)  # fmt: skip
+)
 
 
 def _phi3(value: HFConfig) -> TransformerSpec:
@@ -249,7 +267,10 @@ PHI3 = llama_family(
     heads=("sequence", "tokens"),
     defaults={"head_dim": None},
     fixed={
-        "attention_bias": (False,), "full_attn_mod": (1,), "interpolate_factor": (1,), "lm_head_bias": (False,),
+        "attention_bias": (False,),
+        "full_attn_mod": (1,),
+        "interpolate_factor": (1,),
+        "lm_head_bias": (False,),
         "mlp_bias": (False,),
     },
-)  # fmt: skip
+)

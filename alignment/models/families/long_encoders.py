@@ -34,7 +34,8 @@ from alignment.models.transformer import TransformerSpec
 
 def _windows(value: HFConfig) -> list[int]:
     """Width of each layer's window, without its middle."""
-    given, layers = value.get("attention_window", 512), value["num_hidden_layers"]
+    given = value.get("attention_window", 512)
+    layers = value["num_hidden_layers"]
     windows = given if isinstance(given, list) else [given] * layers
     if len(windows) != layers or any(type(window) is not int or window < 2 or window % 2 for window in windows):
         raise UserError(
@@ -55,9 +56,12 @@ def _longformer(value: HFConfig) -> TransformerSpec:
 LONGFORMER_LAYER = "longformer.encoder.layer.{}.attention.self."
 DROPOUT = ("hidden_dropout_prob",)
 LONGFORMER_TASKS = encoder_tasks(
-    "Longformer", ROBERTA_PREDICTIONS, DENSE_CLASSIFIER, partial(pooled_head, dropouts=DROPOUT, both_sides=True),
+    "Longformer",
+    ROBERTA_PREDICTIONS,
+    DENSE_CLASSIFIER,
+    partial(pooled_head, dropouts=DROPOUT, both_sides=True),
     dropouts=DROPOUT,
-)  # fmt: skip
+)
 FIRST = replace(LONGFORMER_TASKS["sequence"], trunk=lambda value: {"global_tokens": "first"})
 LONGFORMER = bert_family(
     "longformer",
@@ -72,8 +76,11 @@ LONGFORMER = bert_family(
     names=(
         *bert_names("longformer."),
         *names_under(
-            LONGFORMER_LAYER, BLOCK + "attention.",
-            query_global="query_global", key_global="key_global", value_global="value_global",
+            LONGFORMER_LAYER,
+            BLOCK + "attention.",
+            query_global="query_global",
+            key_global="key_global",
+            value_global="value_global",
         ),
     ),
     by_hand=("attention_window",),
@@ -81,7 +88,7 @@ LONGFORMER = bert_family(
     harmless=("attention_mode", "ignore_attention_mask", "onnx_export"),
     ignored_tensors=(r"longformer\.pooler\.dense\.(weight|bias)",),
     language_bias="lm_head.",
-)  # fmt: skip
+)
 
 
 def _big_bird(value: HFConfig) -> TransformerSpec:
@@ -110,7 +117,8 @@ def _sequence_head(value: HFConfig) -> ClassificationHeadSpec:
 def _answer_head(value: HFConfig) -> ClassificationHeadSpec:
     """Start and end of an answer, which is never in the question, through one more feed-forward layer."""
     feedforward = PlainFeedForwardSpec(value["intermediate_size"], value["hidden_act"], bias=True)
-    norm, dropout = LayerNormSpec(value["layer_norm_eps"]), value["hidden_dropout_prob"]
+    norm = LayerNormSpec(value["layer_norm_eps"])
+    dropout = value["hidden_dropout_prob"]
     return ClassificationHeadSpec(
         2,
         FeedForwardTransformSpec(value["hidden_size"], feedforward, norm, dropout),
@@ -126,16 +134,22 @@ NEXT_SENTENCE = (
 )
 ANSWER = (
     *names_under(
-        "qa_classifier.", "head.transform.",
+        "qa_classifier.",
+        "head.transform.",
         **{"feedforward.up": "intermediate.dense", "feedforward.down": "output.dense", "norm": "output.LayerNorm"},
     ),
     ("qa_classifier.qa_outputs", "head.output"),
-)  # fmt: skip
+)
 BIG_BIRD = bert_family(
     "big_bird",
     _big_bird,
     (
-        "classifier_dropout", "sep_token_id", "attention_type", "block_size", "num_random_blocks", "use_bias",
+        "classifier_dropout",
+        "sep_token_id",
+        "attention_type",
+        "block_size",
+        "num_random_blocks",
+        "use_bias",
         "rescale_embeddings",
     ),
     {
@@ -147,4 +161,4 @@ BIG_BIRD = bert_family(
     # transformers' classes have a pooler that most of them do not read.
     ignored_tensors=(r"bert\.pooler\.(weight|bias)", r"cls\.seq_relationship\.(weight|bias)"),
     language_bias="cls.predictions.",
-)  # fmt: skip
+)

@@ -37,11 +37,13 @@ TRANSFORM = (("head.dense", "head.transform.dense"), ("head.norm", "head.transfo
 
 
 def _spec(value: HFConfig) -> TransformerSpec:
-    every, norm = value["global_attn_every_n_layers"], LayerNormSpec(value["norm_eps"], value["norm_bias"])
+    every = value["global_attn_every_n_layers"]
+    norm = LayerNormSpec(value["norm_eps"], value["norm_bias"])
     # `local_attention` is the whole width of a window, half of it on either side, ends included.
     spans = windows(value, value["local_attention"] // 2 + 1, lambda layer: layer % every > 0)
     attention = attention_spec(value, bias=value["attention_bias"], causal=False)
-    ropes, thetas = layer_ropes(value), (value["global_rope_theta"], value["local_rope_theta"])
+    ropes = layer_ropes(value)
+    thetas = (value["global_rope_theta"], value["local_rope_theta"])
     rotaries = [  # of global and of local layers
         read_rotary({**value, "rope_theta": theta, "rope_parameters": ropes.get(kind)}, attention.head_dim)
         for kind, theta in zip(LAYER_TYPES, thetas, strict=True)
@@ -82,11 +84,31 @@ MODERNBERT = Family(
     name="modernbert",
     spec=_spec,
     keys=(
-        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-        "hidden_activation", "max_position_embeddings", "initializer_range", "norm_eps", "norm_bias", "attention_bias",
-        "global_attn_every_n_layers", "layer_types", "local_attention", "embedding_dropout", "mlp_bias", "mlp_dropout",
-        "decoder_bias", "classifier_pooling", "classifier_dropout", "classifier_bias", "classifier_activation",
-        "tie_word_embeddings", "global_rope_theta", "local_rope_theta",
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "hidden_activation",
+        "max_position_embeddings",
+        "initializer_range",
+        "norm_eps",
+        "norm_bias",
+        "attention_bias",
+        "global_attn_every_n_layers",
+        "layer_types",
+        "local_attention",
+        "embedding_dropout",
+        "mlp_bias",
+        "mlp_dropout",
+        "decoder_bias",
+        "classifier_pooling",
+        "classifier_dropout",
+        "classifier_bias",
+        "classifier_activation",
+        "tie_word_embeddings",
+        "global_rope_theta",
+        "local_rope_theta",
     ),
     names=NAMES,
     trunk_prefix="model.",
@@ -104,10 +126,17 @@ MODERNBERT = Family(
     # How transformers runs and starts it; the norm's eps is norm_eps, and positions are rotary whatever
     # position_embedding_type says.
     harmless=(
-        "cls_token_id", "deterministic_flash_attn", "gradient_checkpointing", "initializer_cutoff_factor",
-        "layer_norm_eps", "position_embedding_type", "reference_compile", "repad_logits_with_grad",
-        "sparse_pred_ignore_index", "sparse_prediction",
+        "cls_token_id",
+        "deterministic_flash_attn",
+        "gradient_checkpointing",
+        "initializer_cutoff_factor",
+        "layer_norm_eps",
+        "position_embedding_type",
+        "reference_compile",
+        "repad_logits_with_grad",
+        "sparse_pred_ignore_index",
+        "sparse_prediction",
     ),
     # Its attention dropout falls on what attention gives as well; no published model has any.
     fixed={"is_decoder": (False,), "attention_dropout": (0.0,), "rope_scaling": (None,)},
-)  # fmt: skip
+)

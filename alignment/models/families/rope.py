@@ -16,7 +16,9 @@ from alignment.models.layers.rotary import (
 )
 from alignment.models.safetensors_files import HFConfig
 
-THETA, PARTIAL, ORIGINAL = "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"
+THETA = "rope_theta"
+PARTIAL = "partial_rotary_factor"
+ORIGINAL = "original_max_position_embeddings"
 ROPE_KEYS = ("rope_parameters", "rope_scaling", THETA, PARTIAL, ORIGINAL)
 # rope_type -> its required numbers, its optional numbers, its required lists
 ROPE_TYPES: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
@@ -53,7 +55,8 @@ def read_rotary(value: HFConfig, head_dim: int) -> RotarySpec:
         )
     rope = {THETA: value.get(THETA, 10000.0), PARTIAL: value.get(PARTIAL, 1.0), **given}
     raise_all(_problems(rope, kind))
-    width, longest = int(head_dim * rope[PARTIAL]), value["max_position_embeddings"]
+    width = int(head_dim * rope[PARTIAL])
+    longest = value["max_position_embeddings"]
     if width < 2 or width % 2:
         raise UserError(f"config.json: rotary positions turn pairs: head_dim must be even, got {width} of {head_dim}")
     raise_all(

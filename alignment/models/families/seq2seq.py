@@ -46,18 +46,32 @@ from alignment.models.safetensors_files import HFConfig, StoredTensor
 from alignment.models.transformer import UNLIMITED, TransformerSpec
 
 KEYS = (
-    "vocab_size", "d_model", "d_kv", "d_ff", "num_layers", "num_decoder_layers", "num_heads",
-    "relative_attention_num_buckets", "relative_attention_max_distance", "dropout_rate", "classifier_dropout",
-    "layer_norm_epsilon", "initializer_factor", "feed_forward_proj", "tie_word_embeddings", "pad_token_id",
+    "vocab_size",
+    "d_model",
+    "d_kv",
+    "d_ff",
+    "num_layers",
+    "num_decoder_layers",
+    "num_heads",
+    "relative_attention_num_buckets",
+    "relative_attention_max_distance",
+    "dropout_rate",
+    "classifier_dropout",
+    "layer_norm_epsilon",
+    "initializer_factor",
+    "feed_forward_proj",
+    "tie_word_embeddings",
+    "pad_token_id",
     "decoder_start_token_id",
-)  # fmt: skip
+)
 SCALE = "scale_decoder_outputs"  # T5's alone
 DERIVED = ("dense_act_fn", "is_gated_act")  # feed_forward_proj said again
 
 
 def _stack_names(side: str, feedforward: int) -> tuple[tuple[str, str], ...]:
     """The weight table of the encoder or the decoder, whose feed-forward is the `feedforward`-th part of a layer."""
-    layer, block = f"{side}.block.{{}}.layer.", f"{side}.blocks.{{}}."
+    layer = f"{side}.block.{{}}.layer."
+    block = f"{side}.blocks.{{}}."
     return (
         *names_under(layer + "0.SelfAttention.", block + "attention.", **PROJECTIONS),
         *names_under(layer, block, attention_norm="0.layer_norm", feedforward_norm=f"{feedforward}.layer_norm"),
@@ -93,7 +107,9 @@ def _spec(value: HFConfig) -> EncoderDecoderSpec:
     scaled = value.get(SCALE, False)  # logits are multiplied by D ** -0.5; never mT5's
     if scaled is None:  # before there was a key for it, files of version 1.1 were known by their untied head
         scaled = value["tie_word_embeddings"]
-    start, end, layers = value["decoder_start_token_id"], value.get("eos_token_id", 1), value["num_decoder_layers"]
+    start = value["decoder_start_token_id"]
+    end = value.get("eos_token_id", 1)
+    layers = value["num_decoder_layers"]
     return EncoderDecoderSpec(
         encoder=_stack(value, value["num_layers"], decodes=False, scaled=scaled),
         decoder=_stack(value, value["num_layers"] if layers is None else layers, decodes=True, scaled=scaled),
@@ -103,7 +119,8 @@ def _spec(value: HFConfig) -> EncoderDecoderSpec:
 
 
 def _problems(value: HFConfig) -> Iterator[str]:
-    named, (activation, gated) = value["feed_forward_proj"], _feed_forward(value)
+    named = value["feed_forward_proj"]
+    activation, gated = _feed_forward(value)
     if activation not in ACTIVATIONS:
         yield (
             f"config.json: feed_forward_proj {named!r} is not one of {', '.join(ACTIVATIONS)}, perhaps with 'gated-' "
@@ -112,7 +129,8 @@ def _problems(value: HFConfig) -> Iterator[str]:
     for key, said in zip(DERIVED, (activation, gated), strict=True):
         if value.get(key, said) != said:
             yield f"config.json: {key} = {value[key]!r} contradicts feed_forward_proj = {named!r}"
-    buckets, far = value["relative_attention_num_buckets"], value["relative_attention_max_distance"]
+    buckets = value["relative_attention_num_buckets"]
+    far = value["relative_attention_max_distance"]
     if far <= buckets // 2 or buckets % 2:
         yield (
             f"config.json: relative_attention_num_buckets = {buckets} must be even, and "
@@ -129,8 +147,11 @@ def _feed_forward(value: HFConfig) -> tuple[str, bool]:
 
 
 def _stack(value: HFConfig, layers: int, *, decodes: bool, scaled: bool) -> TransformerSpec:
-    norm, width, dropout = RMSNormSpec(value["layer_norm_epsilon"]), value["d_model"], value["dropout_rate"]
-    heads, factor = value["num_heads"], value["initializer_factor"]
+    norm = RMSNormSpec(value["layer_norm_epsilon"])
+    width = value["d_model"]
+    dropout = value["dropout_rate"]
+    heads = value["num_heads"]
+    factor = value["initializer_factor"]
     cross = AttentionSpec(heads, heads, value["d_kv"], 1.0, False, False, dropout, causal=False)
     buckets = RelativeBiasSpec(value["relative_attention_num_buckets"], value["relative_attention_max_distance"])
     activation, gated = _feed_forward(value)
@@ -158,7 +179,8 @@ def _stack(value: HFConfig, layers: int, *, decodes: bool, scaled: bool) -> Tran
 
 def sequence_head(value: HFConfig, default_labels: int = 2) -> ClassificationHeadSpec:
     """A hidden layer and a linear one on what the decoder says at the end token; BART has the same."""
-    transform, dropout = TransformSpec(value["d_model"], "tanh", True), value["classifier_dropout"]
+    transform = TransformSpec(value["d_model"], "tanh", True)
+    dropout = value["classifier_dropout"]
     return ClassificationHeadSpec(
         num_labels(value, default_labels), transform, dropout=dropout, input_dropout=dropout, pooling="last"
     )
@@ -174,7 +196,8 @@ def _own_head(config: HFConfig, tensors: Mapping[str, StoredTensor]) -> HFConfig
     """
     if config["model_type"] != "mt5":
         config = {SCALE: config.get("tie_word_embeddings", True)} | config
-    head, table = tensors.get("lm_head.weight"), tensors.get("shared.weight")
+    head = tensors.get("lm_head.weight")
+    table = tensors.get("shared.weight")
     if head is None or table is None or torch.equal(head.read(), table.read()):
         return config
     return config | {"tie_word_embeddings": False}
@@ -227,7 +250,9 @@ EPS = 1e-5  # no key sets it
 
 def _bart_names(side: str) -> tuple[Name, ...]:
     """The weight table of the encoder or the decoder."""
-    stack, layer, block = f"model.{side}.", f"model.{side}.layers.{{}}.", f"{side}.blocks.{{}}."
+    stack = f"model.{side}."
+    layer = f"model.{side}.layers.{{}}."
+    block = f"{side}.blocks.{{}}."
     return (
         *names_under(stack, f"{side}.", positions="embed_positions", embedding_norm="layernorm_embedding"),
         *names_under(layer + "self_attn.", block + "attention.", **BART_PROJECTIONS),
@@ -258,8 +283,11 @@ def _bart(value: HFConfig) -> EncoderDecoderSpec:
 
 
 def _bart_stack(value: HFConfig, side: str) -> TransformerSpec:
-    width, longest, decodes = value["d_model"], value["max_position_embeddings"], side == "decoder"
-    heads, dropout = f"{side}_attention_heads", value["attention_dropout"]
+    width = value["d_model"]
+    longest = value["max_position_embeddings"]
+    decodes = side == "decoder"
+    heads = f"{side}_attention_heads"
+    dropout = value["attention_dropout"]
     attention = attention_spec(value, heads, "d_model", dropout=dropout, causal=decodes)
     block = BlockSpec(
         attention=attention,
@@ -291,10 +319,23 @@ BART = Family(
     name="bart",
     spec=_bart,
     keys=(
-        "vocab_size", "max_position_embeddings", "d_model", "encoder_layers", "encoder_ffn_dim",
-        "encoder_attention_heads", "decoder_layers", "decoder_ffn_dim", "decoder_attention_heads",
-        "activation_function", "dropout", "attention_dropout", "activation_dropout", "classifier_dropout", "init_std",
-        "scale_embedding", "decoder_start_token_id",
+        "vocab_size",
+        "max_position_embeddings",
+        "d_model",
+        "encoder_layers",
+        "encoder_ffn_dim",
+        "encoder_attention_heads",
+        "decoder_layers",
+        "decoder_ffn_dim",
+        "decoder_attention_heads",
+        "activation_function",
+        "dropout",
+        "attention_dropout",
+        "activation_dropout",
+        "classifier_dropout",
+        "init_std",
+        "scale_embedding",
+        "decoder_start_token_id",
     ),
     names=BART_NAMES,
     trunk_prefix="model.",
@@ -310,17 +351,31 @@ BART = Family(
     },
     # Of training and generation, or older names of keys that are there as well.
     harmless=(
-        "classif_dropout", "extra_pos_embeddings", "force_bos_token_to_be_generated", "gradient_checkpointing",
-        "num_hidden_layers", "output_past", "save_step", "student_decoder_layers", "student_encoder_layers",
+        "classif_dropout",
+        "extra_pos_embeddings",
+        "force_bos_token_to_be_generated",
+        "gradient_checkpointing",
+        "num_hidden_layers",
+        "output_past",
+        "save_step",
+        "student_decoder_layers",
+        "student_encoder_layers",
     ),
     fixed={
-        "add_bias_logits": (False,), "add_final_layer_norm": (False,), "decoder_layerdrop": (0.0, None),
-        "do_blenderbot_90_layernorm": (False,), "encoder_layerdrop": (0.0, None), "is_decoder": (False,),
-        "is_encoder_decoder": (True,), "normalize_before": (False,), "normalize_embedding": (True,),
-        "static_position_embeddings": (False,), "tie_word_embeddings": (True,),
+        "add_bias_logits": (False,),
+        "add_final_layer_norm": (False,),
+        "decoder_layerdrop": (0.0, None),
+        "do_blenderbot_90_layernorm": (False,),
+        "encoder_layerdrop": (0.0, None),
+        "is_decoder": (False,),
+        "is_encoder_decoder": (True,),
+        "normalize_before": (False,),
+        "normalize_embedding": (True,),
+        "static_position_embeddings": (False,),
+        "tie_word_embeddings": (True,),
     },
     ignored_tensors=(r"(model\.)?(encoder|decoder)\.version",),
     tied_copies=(("model.encoder.embed_tokens.weight", "model.shared.weight"),),
     zeros_if_missing=("final_logits_bias",),
     new_model_config={"dropout": 0.0, "is_encoder_decoder": True, "decoder_start_token_id": 2},
-)  # fmt: skip
+)

@@ -192,7 +192,8 @@ def save_model(
     """
     if isinstance(model, ExternalModel):
         return save_external(model, directory, tensors=tensors, max_shard_size=max_shard_size)
-    locations, names = hf_locations(model), saved_names(model)
+    locations = hf_locations(model)
+    names = saved_names(model)
     if tensors is None:
         state: dict[str, Tensor] = model.state_dict()
         _check_names(set(names) - state.keys(), state.keys() - locations.keys())
@@ -209,7 +210,8 @@ def saved_names(model: Model) -> list[str]:
     """State dict names of the tensors that `save_model` writes; parts of one file tensor follow each other."""
     if isinstance(model, ExternalModel):
         return list(model.state_dict())
-    aliases, by_file_name = _aliases(model), {}
+    aliases = _aliases(model)
+    by_file_name = {}
     for name, location in hf_locations(model).items():
         if name not in aliases:
             by_file_name.setdefault(location.name, []).append(name)
@@ -242,7 +244,8 @@ def hf_locations(model: Model) -> dict[str, HFLocation]:
     with torch.device("meta"):
         base = empty_model(model.config, model.task)
     shapes = {name: parameter.shape for name, parameter in base.state_dict().items()}
-    prefix, usual = family.prefix(model.task), family.trunk_prefix
+    prefix = family.prefix(model.task)
+    usual = family.trunk_prefix
     trunk = (
         (prefix + hf.removeprefix(usual) if hf.startswith(usual) else hf, ours)
         for hf, ours in (*family.names, *family.names_from_config(family.values(model.config)))

@@ -103,7 +103,8 @@ def cut(tensor: Tensor, location: HFLocation, start: int = 0, stop: int | None =
     stop = location.rows[location.part] if stop is None else stop
     heights = [rows // location.groups for rows in location.rows]
     own = max(1, heights[location.part])  # rows of this part in each group
-    first, last = start // own, -(-stop // own)
+    first = start // own
+    last = -(-stop // own)
     pieces = tensor.unflatten(0, (location.groups, -1))[first:last].split(heights, dim=1)
     return pieces[location.part].flatten(0, 1)[start - first * own : stop - first * own]
 
@@ -171,13 +172,15 @@ def present_names(tensors: Tensors, family: Family, task: str, needed: set[str])
 
     The file may be of any class of the family. `needed` names are kept also where the family ignores them.
     """
-    wanted, prefixes = family.prefix(task), {family.prefix(other) for other in family.tasks} - {""}
+    wanted = family.prefix(task)
+    prefixes = {family.prefix(other) for other in family.tasks} - {""}
     used = next((prefix for prefix in sorted(prefixes) if any(name.startswith(prefix) for name in tensors)), "")
     # The tables of the heads are searched too: part of a head may be in the trunk, as BERT's pooler is.
     heads = (line for other in family.tasks.values() for line in other.names)
     lines = (*tensor_names((*family.names, *heads)), *family.tied_copies)
     trunk = {pattern_of(hf) for hf, _ in lines if hf.startswith(family.trunk_prefix)}
-    ignored, found = (*family.ignored_tensors, *family.tasks[task].unused), {}
+    ignored = (*family.ignored_tensors, *family.tasks[task].unused)
+    found = {}
     for name, tensor in tensors.items():
         name = next(
             (name.removesuffix(old) + new for old, new in family.legacy_names.items() if name.endswith(old)), name
@@ -210,7 +213,8 @@ def _matches(name: str, patterns: tuple[str, ...]) -> bool:
 
 def drop_tied_copy(tensors: Tensors, name: str, original: str, directory: Path) -> None:
     """Remove `name`, a copy of the shared tensor `original`, or rename it where that is missing; UserError if they differ."""
-    copy, kept = tensors.pop(name, None), tensors.get(original)
+    copy = tensors.pop(name, None)
+    kept = tensors.get(original)
     if copy is not None and kept is None:
         tensors[original] = copy
     elif copy is not None and kept is not None and not torch.equal(copy.read(), kept.read()):

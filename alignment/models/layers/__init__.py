@@ -16,8 +16,27 @@ from alignment.models.layers.rotary import (
 )
 
 __all__ = [
-    "AlibiSpec", "AttentionSpec", "BlockSpec", "ConvolutionSpec", "DisentangledSpec", "DynamicScaling", "ExpertsSpec",
-    "FeedForwardSpec", "GatedFeedForwardSpec", "LayerNormSpec", "LearnedPositionsSpec", "LinearScaling",
-    "Llama3Scaling", "LongScaling", "NoNormSpec", "NormSpec", "OwnScoresSpec", "PlainFeedForwardSpec", "RMSNormSpec",
-    "RelativeBiasSpec", "RotarySpec", "SinusoidalPositionsSpec", "YarnScaling",
-]  # fmt: skip
+    "AlibiSpec",
+    "AttentionSpec",
+    "BlockSpec",
+    "ConvolutionSpec",
+    "DisentangledSpec",
+    "DynamicScaling",
+    "ExpertsSpec",
+    "FeedForwardSpec",
+    "GatedFeedForwardSpec",
+    "LayerNormSpec",
+    "LearnedPositionsSpec",
+    "LinearScaling",
+    "Llama3Scaling",
+    "LongScaling",
+    "NoNormSpec",
+    "NormSpec",
+    "OwnScoresSpec",
+    "PlainFeedForwardSpec",
+    "RMSNormSpec",
+    "RelativeBiasSpec",
+    "RotarySpec",
+    "SinusoidalPositionsSpec",
+    "YarnScaling",
+]

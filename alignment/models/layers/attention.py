@@ -125,7 +125,8 @@ class Attention(nn.Module):
 
     def __init__(self, spec: AttentionSpec, width: int, states_width: int | None = None):
         super().__init__()
-        inner, shared = spec.heads * spec.head_dim, spec.key_value_heads * spec.head_dim
+        inner = spec.heads * spec.head_dim
+        shared = spec.key_value_heads * spec.head_dim
         self.query = nn.Linear(width, inner, bias=spec.bias)
         self.key = nn.Linear(states_width or width, shared, bias=spec.bias)
         self.value = nn.Linear(states_width or width, shared, bias=spec.bias)
@@ -144,9 +145,13 @@ class Attention(nn.Module):
 
     def _rotated(self, x: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [N, H, K], keys and values [N, KV, K]; the first two normed and rotated."""
-        normed, heads, shared = self.spec.query_key_norm is not None, self.spec.heads, self.spec.key_value_heads
+        normed = self.spec.query_key_norm is not None
+        heads = self.spec.heads
+        shared = self.spec.key_value_heads
         if self.joined is None:
-            query, key, value = self.query(x), self.key(x), self._heads(self.value(x))
+            query = self.query(x)
+            key = self.key(x)
+            value = self._heads(self.value(x))
         else:
             mixed = self._heads(F.linear(x, *self.joined))
             both, value = mixed.split([heads + shared, shared], dim=1)
@@ -156,10 +161,13 @@ class Attention(nn.Module):
                 return query, key, value
             query, key = (part.flatten(1) for part in both.split([heads, shared], dim=1))
         if normed:
-            query, key = self._norm(query, self.query_norm), self._norm(key, self.key_norm)
-        query, key = self._heads(query), self._heads(key)
+            query = self._norm(query, self.query_norm)
+            key = self._norm(key, self.key_norm)
+        query = self._heads(query)
+        key = self._heads(key)
         if rotation is not None:
-            query, key = rotate(query, rotation), rotate(key, rotation)
+            query = rotate(query, rotation)
+            key = rotate(key, rotation)
         # Under autocast a norm's fp32 weight makes them fp32, and the kernel takes one type.
         return query.to(value.dtype), key.to(value.dtype), value
 

@@ -39,9 +39,11 @@ class BlockSpec:
 
     def build(self, width: int) -> nn.Module:
         """x [N, width] -> [N, width]."""
-        attention, feedforward = self.attention.build(width), self.feedforward.build(width)
+        attention = self.attention.build(width)
+        feedforward = self.feedforward.build(width)
         cross = None if self.cross is None else CrossAttention(self.cross, width)
-        norm, dropout = partial(self.norm.build, width), nn.Dropout(self.dropout) if self.dropout else nn.Identity()
+        norm = partial(self.norm.build, width)
+        dropout = nn.Dropout(self.dropout) if self.dropout else nn.Identity()
         norms: dict[str, Norm | None] = {}
         if self.attention_norm is not None:
             norms = {"attention_norm": partial(self.attention_norm.build, width)}
@@ -65,8 +67,13 @@ class Block(nn.Module):
     """
 
     ORDER: ClassVar[tuple[str, ...]] = (
-        "attention_norm", "attention", "cross_norm", "cross", "feedforward_norm", "feedforward",
-    )  # fmt: skip
+        "attention_norm",
+        "attention",
+        "cross_norm",
+        "cross",
+        "feedforward_norm",
+        "feedforward",
+    )
     attention: nn.Module
     attention_norm: nn.Module
     cross: nn.Module
@@ -91,7 +98,8 @@ class Block(nn.Module):
             if cross is None and name.startswith("cross"):
                 continue
             self.add_module(name, parts[name] if name in parts else build and build())
-        self.dropout, self.crosses = dropout, cross is not None
+        self.dropout = dropout
+        self.crosses = cross is not None
 
     def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
         """x: [N, D] -> [N, D]."""
@@ -131,9 +139,13 @@ class SandwichBlock(Block):
     """
 
     ORDER = (
-        "attention_norm", "attention", "attention_output_norm",
-        "feedforward_norm", "feedforward", "feedforward_output_norm",
-    )  # fmt: skip
+        "attention_norm",
+        "attention",
+        "attention_output_norm",
+        "feedforward_norm",
+        "feedforward",
+        "feedforward_output_norm",
+    )
     attention_output_norm: nn.Module
     feedforward_output_norm: nn.Module
 
@@ -157,7 +169,8 @@ class ParallelBlock(Block):
         """x: [N, D] -> [N, D]."""
         normed = self.attention_norm(x)
         attended = self.dropout(self.attention(normed, context))
-        x, normed = context.needed(x), context.needed(normed)
+        x = context.needed(x)
+        normed = context.needed(normed)
         normed = normed if self.feedforward_norm is None else self.feedforward_norm(x)
         return x + attended + self.dropout(self.feedforward(normed))
 

@@ -92,8 +92,10 @@ class DisentangledAttention(nn.Module):
         if terms == 1:
             raise ValueError("without a term of relative positions this is plain attention: use AttentionSpec")
         inner = spec.heads * spec.head_dim
-        self.query, self.key = nn.Linear(width, inner), nn.Linear(width, inner)
-        self.value, self.output = nn.Linear(width, inner), nn.Linear(inner, width)
+        self.query = nn.Linear(width, inner)
+        self.key = nn.Linear(width, inner)
+        self.value = nn.Linear(width, inner)
+        self.output = nn.Linear(inner, width)
         own = not spec.shared_projection
         self.position_key = nn.Linear(width, inner) if own and spec.content_to_position else nn.Identity()
         self.position_query = nn.Linear(width, inner) if own and spec.position_to_content else nn.Identity()
@@ -102,7 +104,8 @@ class DisentangledAttention(nn.Module):
 
     def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
         """x: [N, D] -> [N, D]."""
-        layout, spec = context.layout, self.spec
+        layout = context.layout
+        spec = self.spec
         if context.relative is None or layout is None:
             raise ValueError(
                 "this attention needs the vectors of relative positions, and documents laid out in rectangles"
@@ -114,7 +117,8 @@ class DisentangledAttention(nn.Module):
         )
         relative_query = self._heads(to_query(vectors)) if spec.position_to_content else None
         relative_key = self._heads(to_key(vectors)) if spec.content_to_position else None
-        mixed, masks = [], key_masks(layout, x.device)
+        mixed = []
+        masks = key_masks(layout, x.device)
         for q, k, v, real in zip(pad(query, layout), pad(key, layout), pad(value, layout), masks, strict=True):
             q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # [B, H, T, K]
             positions = torch.arange(q.shape[2], device=q.device)
@@ -167,7 +171,9 @@ class Convolution(nn.Module):
 
     def __init__(self, layer: nn.Conv1d, activation: Callable[[Tensor], Tensor], dropout: nn.Module):
         super().__init__()
-        self.layer, self.activation, self.dropout = layer, activation, dropout
+        self.layer = layer
+        self.activation = activation
+        self.dropout = dropout
 
     def forward(self, x: Tensor, layout: PaddedLayout) -> Tensor:
         """x: [N, D] -> [N, D]."""
@@ -186,7 +192,9 @@ class ConvolvedBlock(nn.Module):
 
     def __init__(self, block: nn.Module, convolution: Convolution, norm: nn.Module):
         super().__init__()
-        self.block, self.convolution, self.norm = block, convolution, norm
+        self.block = block
+        self.convolution = convolution
+        self.norm = norm
 
     def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
         """x: [N, D] -> [N, D]."""

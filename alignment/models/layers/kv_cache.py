@@ -50,7 +50,8 @@ class CrossAttentionCache:
         # Reordered beams have the same source: comparing costs a GPU less than copying keys and values.
         if torch.equal(owners, self.owners):
             return
-        self.owners, self.mask = owners, self.mask[rows]
+        self.owners = owners
+        self.mask = self.mask[rows]
         self.keys = [x[rows] for x in self.keys]
         self.values = [x[rows] for x in self.values]
 
@@ -86,7 +87,8 @@ class Cache:
         device: torch.device,
         windows: Sequence[int | None] | None = None,
     ):
-        self.capacity, self.windows = capacity, [None] * layers if windows is None else windows
+        self.capacity = capacity
+        self.windows = [None] * layers if windows is None else windows
         shapes = [(rows, key_value_heads, slots, head_dim) for slots in self._slots(capacity)]
         # Zeros, not uninitialized memory: a masked slot is multiplied by 0, and 0 * NaN is NaN.
         self.keys, self.values = ([torch.zeros(x, dtype=dtype, device=device) for x in shapes] for _ in range(2))
@@ -117,7 +119,8 @@ class Cache:
         made: dict[int, TokenSlots] = {}
         for slots in set(self.slots):
             places = positions % slots if slots < self.capacity else positions
-            addresses, tokens = heads_of_rows * slots + places[:, None], None
+            addresses = heads_of_rows * slots + places[:, None]
+            tokens = None
             if max(lengths) > slots:
                 kept = [min(length, slots) for length in lengths]
                 firsts = [end - count for end, count in zip(accumulate(lengths), kept, strict=True)]
@@ -180,10 +183,13 @@ class Cache:
                 the indices lie on the CPU.
         """
         rows = rows.nonzero().squeeze(1) if rows.dtype == torch.bool else rows
-        device, targets, sources = self.lengths.device, torch.arange(len(rows), device=rows.device), rows
+        device = self.lengths.device
+        targets = torch.arange(len(rows), device=rows.device)
+        sources = rows
         if not rows.is_cuda:
             moved = (rows != targets).nonzero().squeeze(1)
-            sources, targets = rows[moved].to(device), moved.to(device)
+            sources = rows[moved].to(device)
+            targets = moved.to(device)
         if len(targets):
             self._copy(sources, targets, self.longest)
         self._set_rows(rows.to(device))

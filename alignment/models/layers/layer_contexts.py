@@ -77,8 +77,15 @@ class PositionModules(NamedTuple):
         def masks(causal: bool, window: int | None, biased: bool) -> list[Tensor | None]:
             bias = self.bias if biased else None
             return attention_masks(
-                queries, keys, offset=offset, causal=causal, window=window, bias=bias, device=device, in_prefix=in_prefix
-            )  # fmt: skip
+                queries,
+                keys,
+                offset=offset,
+                causal=causal,
+                window=window,
+                bias=bias,
+                device=device,
+                in_prefix=in_prefix,
+            )
 
         return masks
 
@@ -109,11 +116,14 @@ def training_contexts(
         cache, slots: filled with keys and values, at the `Cache.places` of the tokens.
     """
     _refuse_two_directions(layers, batch)
-    offset, layout, specs = 0 if prefix is None else prefix.shape[2], None, [layer.attention for layer in layers]
+    offset = 0 if prefix is None else prefix.shape[2]
+    layout = None
+    specs = [layer.attention for layer in layers]
     if prefix is None and batch.prefix_lengths is None and varlen_applies(specs, parameter, training):
         attends = varlen_attentions(layers, batch)
     else:
-        heads, device = layers[0].attention.heads, batch.tokens.device
+        heads = layers[0].attention.heads
+        device = batch.tokens.device
         if batch.shared is None:
             queries = keys = layout = pad_layout(batch.lengths, heads, device)
         else:
@@ -149,11 +159,13 @@ def _refuse_two_directions(layers: Sequence[BlockSpec], batch: Ragged) -> None:
 
 def _global_tokens(batch: Ragged, layout: PaddedLayout | None, rule: GlobalRule | None) -> list[GlobalTokens] | None:
     """The global tokens of each rectangle: those that the batch marks, else those of the rule."""
-    marked, most = batch.global_mask, None
+    marked = batch.global_mask
+    most = None
     if rule is None and marked is not None:
         raise UserError("global_attention_mask: only a Longformer has global tokens; leave it out")
     if marked is None and rule == "first":
-        marked, most = batch.positions == 0, 1
+        marked = batch.positions == 0
+        most = 1
     elif marked is None and isinstance(rule, int):
         marked = up_to_first(batch, rule) & (batch.tokens != rule)
     return None if marked is None or layout is None else global_tokens(marked, layout, most)
@@ -210,10 +222,13 @@ def _no_attention(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> 
 
 def varlen_attentions(layers: Sequence[BlockSpec], batch: Ragged) -> list[AttentionFn]:
     """Each layer's attention inside whole documents through the variable-length kernel."""
-    keys, lengths, starts = None, batch.lengths, batch.starts
+    keys = None
+    lengths = batch.lengths
+    starts = batch.starts
     key_starts = starts
     if batch.shared is not None:
-        keys, device = shared_keys(batch), batch.tokens.device
+        keys = shared_keys(batch)
+        device = batch.tokens.device
         [lengths] = keys.lengths
         starts, key_starts = (
             torch.tensor([0, *accumulate(sizes)], dtype=torch.int32).to(device, non_blocking=True)
@@ -226,7 +241,8 @@ def varlen_attentions(layers: Sequence[BlockSpec], batch: Ragged) -> list[Attent
 
 def _token_sizes(batch: Ragged, offset: int) -> Tensor:
     """Tokens of the document of each token, prefix included; of the longest one for a shared prompt's tokens, [N]."""
-    sizes, pieces = batch.sizes, batch.sizes
+    sizes = batch.sizes
+    pieces = batch.sizes
     if batch.shared is not None:
         longest = [0] * len(batch.shared.lengths)
         for prompt, length in zip(batch.shared.of_documents, batch.lengths, strict=True):
@@ -239,7 +255,9 @@ def _token_sizes(batch: Ragged, offset: int) -> Tensor:
 def decoding_contexts(layers: Sequence[BlockSpec], modules: PositionModules, cache: Cache) -> list[AttentionContext]:
     """Each layer's context for one new token per row of the cache, at position `cache.lengths`."""
     check_original_context(cache, layers)
-    positions, width, memory = cache.lengths, decoding_width(cache), cache.memory
+    positions = cache.lengths
+    width = decoding_width(cache)
+    memory = cache.memory
     slots = cache.places(torch.arange(len(positions), device=positions.device), positions)
     turns = modules.rotations(layers, positions, width, lambda: positions + 1)
     masks = decoding_masks(layers, modules, positions, width, dtype=cache.keys[0].dtype, slots=cache.slots)

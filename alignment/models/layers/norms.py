@@ -75,7 +75,8 @@ class RMSNorm(nn.Module):
     def __init__(self, width: int, eps: float, order: Order = "round_first"):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(width) if order == "unit_offset" else torch.ones(width))
-        self.eps, self.order = eps, order
+        self.eps = eps
+        self.order = order
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., D] -> the same shape."""

@@ -86,7 +86,8 @@ def shared_keys(batch: Ragged) -> PaddedLayout:
     The pieces are the shared prompts, which read themselves, and what each document has to itself, which reads its prompt
     and itself (`Ragged.pieces`).
     """
-    shared, device = batch.shared, batch.tokens.device
+    shared = batch.shared
+    device = batch.tokens.device
     assert shared is not None
     prompts = sum(shared.lengths)
     firsts = [prompts + start for start in [0, *accumulate(batch.lengths)][:-1]]  # index of each document's first key
@@ -110,7 +111,8 @@ def shared_keys(batch: Ragged) -> PaddedLayout:
 
 def shared_layouts(batch: Ragged, heads: int) -> tuple[PaddedLayout, PaddedLayout]:
     """Layouts of the queries and keys of a batch with shared prompts; prompts and documents have rectangles of their own."""
-    keys, shared = shared_keys(batch), batch.shared
+    keys = shared_keys(batch)
+    shared = batch.shared
     assert shared is not None
     [lengths] = keys.lengths
     rectangles = choose_rectangles(shared.lengths, heads)
@@ -121,7 +123,8 @@ def shared_layouts(batch: Ragged, heads: int) -> tuple[PaddedLayout, PaddedLayou
     queries, padded = (
         layout_of(sizes, narrowed(rectangles, sizes), batch.tokens.device) for sizes in (batch.pieces, lengths)
     )
-    slots, source = padded.slots, padded.source
+    slots = padded.slots
+    source = padded.source
     assert slots is not None and source is not None and keys.slots is not None and keys.source is not None
     return queries, PaddedLayout(
         padded.groups, padded.lengths, slots[keys.slots], keys.source[source], tuple(slots[x] for x in keys.copies)
@@ -152,10 +155,12 @@ def narrowed(rectangles: Rectangles, lengths: Sequence[int]) -> Rectangles:
 
 def layout_of(lengths: Sequence[int], rectangles: Rectangles, device: torch.device | str) -> PaddedLayout:
     """The layout of documents with these `lengths` in these rectangles."""
-    firsts, size = [0] * len(lengths), 0
+    firsts = [0] * len(lengths)
+    size = 0
     for rows, width in rectangles:
         for row in rows:
-            firsts[row], size = size, size + width
+            firsts[row] = size
+            size = size + width
     slots = runs(firsts, lengths)
     source = torch.zeros(size, dtype=torch.long).index_copy_(0, slots, torch.arange(len(slots)))
     return PaddedLayout(
@@ -176,7 +181,8 @@ class _FillSlots(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grad_outputs: Tensor):
-        (slots, *copies), (grad,) = ctx.saved_tensors, grad_outputs
+        slots, *copies = ctx.saved_tensors
+        (grad,) = grad_outputs
         total = grad.index_select(0, slots)
         for more in copies:
             total[: len(more)] += grad.index_select(0, more)
@@ -207,7 +213,8 @@ class _SelectRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grad_outputs: Tensor):
-        (index, repeated), (grad,) = ctx.saved_tensors, grad_outputs
+        index, repeated = ctx.saved_tensors
+        (grad,) = grad_outputs
         total = grad.new_zeros(ctx.rows, *grad.shape[1:]).index_copy_(0, index, grad)
         if repeated is not None:
             rows = index[repeated]

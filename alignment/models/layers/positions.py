@@ -119,7 +119,8 @@ class BFloat16Alibi(nn.Module):
 
     def __init__(self, heads: int, scale: float = 1.0):
         super().__init__()
-        self.slopes, self.scale = alibi_slopes(heads), scale
+        self.slopes = alibi_slopes(heads)
+        self.scale = scale
 
     def forward(self, relative_positions: Tensor) -> Tensor:
         """relative_positions: [..., Q, T], of keys at the positions 0 ... T - 1 -> [..., H, Q, T], fp32."""
@@ -147,7 +148,8 @@ class RelativeBias(nn.Module):
     def __init__(self, buckets: int, max_distance: int, heads: int, bidirectional: bool):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(buckets, heads))
-        self.max_distance, self.bidirectional = max_distance, bidirectional
+        self.max_distance = max_distance
+        self.bidirectional = bidirectional
 
     def forward(self, relative_positions: Tensor) -> Tensor:
         """relative_positions: [..., Q, T] -> [..., H, Q, T]."""

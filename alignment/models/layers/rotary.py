@@ -170,7 +170,8 @@ def scaled_frequencies(spec: RotarySpec, sizes: Tensor) -> Tensor:
     exponents = _exponents(spec).to(sizes.device)
     match spec.scaling:
         case DynamicScaling(factor=factor, original_positions=original):
-            exponents, lengths = on_float64_device(exponents), on_float64_device(sizes)
+            exponents = on_float64_device(exponents)
+            lengths = on_float64_device(sizes)
             growth = factor * lengths.clamp(min=original).double() / original - (factor - 1)
             base = spec.theta * growth ** (spec.width / (spec.width - 2))
             return (1.0 / base[:, None] ** exponents.double()).float().to(sizes.device)
@@ -189,7 +190,8 @@ def _exponents(spec: RotarySpec) -> Tensor:
 
 def _llama3_frequencies(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
     """Frequencies that turn less than `low` times over the original context are divided; above `high` they are kept."""
-    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+    low = scaling.low_frequency_factor
+    high = scaling.high_frequency_factor
     turns = scaling.original_positions / (2 * math.pi / frequencies)
     kept_share = ((turns - low) / (high - low)).clamp(0, 1)
     return (1 - kept_share) * frequencies / scaling.factor + kept_share * frequencies
@@ -201,10 +203,13 @@ def _yarn_frequencies(frequencies: Tensor, spec: RotarySpec, scaling: YarnScalin
     def pair_turning(turns: float) -> float:
         return spec.width * math.log(scaling.original_positions / (turns * 2 * math.pi)) / (2 * math.log(spec.theta))
 
-    low, high = pair_turning(scaling.beta_fast), pair_turning(scaling.beta_slow)
+    low = pair_turning(scaling.beta_fast)
+    high = pair_turning(scaling.beta_slow)
     if scaling.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, spec.width - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, spec.width - 1)
     high += 0.001 * (low == high)  # a ramp of no width
     divided_share = ((torch.arange(spec.width // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
     return divided_share * frequencies / scaling.factor + (1 - divided_share) * frequencies
@@ -230,7 +235,8 @@ def _turn(x: Tensor, cosines: Tensor, sines: Tensor, direction: float) -> Tensor
     part = x if turning == x.shape[-1] else x[..., :turning]
     half = turning // 2
     if x.element_size() < 4 and on_gpu(x):  # kernels that widen what they read and round what they write
-        wide, turned = part * cosines, torch.empty_like(part)
+        wide = part * cosines
+        turned = torch.empty_like(part)
         torch.addcmul(wide[..., :half], part[..., half:], sines, value=-direction, out=turned[..., :half])
         torch.addcmul(wide[..., half:], part[..., :half], sines, value=direction, out=turned[..., half:])
     else:

@@ -15,7 +15,9 @@ from alignment.models.layers.norms import on_gpu
 from alignment.models.layers.padded_layout import PaddedLayout, key_masks, pad, pad_layouts, unpad
 from alignment.ragged import Ragged
 
-VARLEN_MAX_HEAD_DIM, VARLEN_HEAD_DIM_MULTIPLE = 256, 8  # head dimensions that the variable-length kernel takes
+# head dimensions that the variable-length kernel takes
+VARLEN_MAX_HEAD_DIM = 256
+VARLEN_HEAD_DIM_MULTIPLE = 8
 QUERY_BLOCK = 64  # queries whose scores `_BlockedAttention` holds at once
 
 
@@ -45,9 +47,15 @@ def attend(
         if q.is_cuda and q.dtype == torch.float32 and q.shape[1] != k.shape[1]:
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=causal, dropout_p=dropout, scale=spec.scale,
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            is_causal=causal,
+            dropout_p=dropout,
+            scale=spec.scale,
             enable_gqa=q.shape[1] != k.shape[1],
-        )  # fmt: skip
+        )
     # No fused kernel caps scores.
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     scores = spec.scale * (q @ k.transpose(-1, -2))
@@ -161,7 +169,9 @@ def padded_attention(
             if prefix is not None:
                 front = (part.to(k.dtype).expand(len(k), *part.shape) for part in prefix)
                 k, v = (torch.cat(parts, dim=1) for parts in zip(front, (k, v), strict=True))
-            q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+            q = q.transpose(1, 2)
+            k = k.transpose(1, 2)
+            v = v.transpose(1, 2)
             causal = spec.causal and mask is None
             mixed.append(attend(q, k, v, spec, mask=mask, causal=causal, dropout=dropout).transpose(1, 2))
         return unpad(mixed, queries)
@@ -230,11 +240,20 @@ def varlen_attention(
         if dropout:
             raise ValueError("the variable-length kernel has no attention dropout; set it to 0 in the model's config")
         if keys is not None:
-            key, value = keys.fill(key), keys.fill(value)
+            key = keys.fill(key)
+            value = keys.fill(value)
         mixed = varlen_attn(
-            query, key, value, starts, key_starts, longest, longest_keys, scale=spec.scale,
-            window_size=(left, 0 if spec.causal else left), enable_gqa=query.shape[1] != key.shape[1],
-        )  # fmt: skip
+            query,
+            key,
+            value,
+            starts,
+            key_starts,
+            longest,
+            longest_keys,
+            scale=spec.scale,
+            window_size=(left, 0 if spec.causal else left),
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
         assert isinstance(mixed, Tensor)  # a pair only where statistics are asked for
         return mixed
 
@@ -298,7 +317,8 @@ def cached_cross_attention(memory: CrossAttentionCache, layer: int, spec: Attent
     """Attention of one new token per row on the keys and values that were kept of its source."""
 
     def attend_memory(query: Tensor, project: ProjectKeyValue, dropout: float) -> Tensor:
-        keys, values = memory.keys[layer], memory.values[layer]
+        keys = memory.keys[layer]
+        values = memory.values[layer]
         return attend_one_query(query, keys, values, spec, mask=memory.mask, dropout=dropout)
 
     return attend_memory

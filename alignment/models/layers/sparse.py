@@ -86,7 +86,8 @@ class SparseAttention(nn.Module):
         inner = attention.heads * attention.head_dim
         self.query, self.key, self.value = (nn.Linear(width, inner, bias=attention.bias) for _ in range(3))
         self.output = nn.Linear(inner, width)
-        self.spec, self.attention = spec, attention
+        self.spec = spec
+        self.attention = attention
 
     def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
         """x: [N, D] -> [N, D]."""
@@ -119,7 +120,8 @@ class GlobalWindowAttention(SparseAttention):
         self.reach = spec.reach
 
     def _mixed(self, x: Tensor, context: AttentionContext, layout: PaddedLayout) -> list[Tensor]:
-        chosen, masks = context.global_tokens, key_masks(layout, x.device)
+        chosen = context.global_tokens
+        masks = key_masks(layout, x.device)
         parts = (pad(self._heads(x, layer), layout) for layer in (self.query, self.key, self.value))
         mixed = map(self._local, zip(*parts, strict=True), masks, chosen or [None] * len(masks))
         if chosen is None:
@@ -130,7 +132,8 @@ class GlobalWindowAttention(SparseAttention):
     def _local(self, parts: Parts, real: Tensor | None, chosen: GlobalTokens | None) -> Tensor:
         """The mix of the tokens near each and of the global ones, [B, T, H, K]."""
         q, k, v = parts
-        length, extra = q.shape[1], None
+        length = q.shape[1]
+        extra = None
         seen = torch.ones(q.shape[:2], dtype=torch.bool, device=q.device) if real is None else real[:, 0, 0]
         if chosen is not None:
             at = torch.arange(len(q), device=q.device)[:, None], chosen.columns
@@ -141,11 +144,20 @@ class GlobalWindowAttention(SparseAttention):
         relative = relative_positions(chunk, chunk, chunk, q.device)
         near = (relative.abs() <= self.reach) & chunked(seen[:, None, :, None], chunk, chunk, chunk).mT
         # Padding and global tokens, whose mix is not used, see themselves: a softmax needs something.
-        mask, (q, k, v) = near | (relative == 0), (part.transpose(1, 2) for part in parts)
+        mask = near | (relative == 0)
+        q, k, v = (part.transpose(1, 2) for part in parts)
         return attend_chunks(
-            q, k, v, self.attention, mask=mask, chunk=chunk, before=chunk, after=chunk, extra=extra,
+            q,
+            k,
+            v,
+            self.attention,
+            mask=mask,
+            chunk=chunk,
+            before=chunk,
+            after=chunk,
+            extra=extra,
             dropout=self._dropout,
-        ).transpose(1, 2)  # fmt: skip
+        ).transpose(1, 2)
 
     def _with_global(self, mixed: Tensor, parts: Parts, real: Tensor | None, chosen: GlobalTokens) -> Tensor:
         """`mixed` with what the global tokens make of all tokens in their places; `parts`: states, keys and values."""
@@ -190,11 +202,14 @@ class BlockSparseAttention(SparseAttention):
 
     def _sparse(self, lengths: Sequence[int], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The mix of the blocks that each block sees, [B, H, T, K]; without dropout, as in transformers' class."""
-        size, length, device = self.spec.block, q.shape[2], q.device
+        size = self.spec.block
+        length = q.shape[2]
+        device = q.device
         counts = [-(-own // size) for own in lengths]
         q, k, v = (F.pad(x, (0, 0, 0, max(counts) * size - length)) for x in (q, k, v))
         real = padding_mask(torch.tensor(lengths, device=device), q.shape[2])  # [B, 1, 1, T]
-        number, last = torch.arange(max(counts), device=device), torch.tensor(counts, device=device)[:, None] - 1
+        number = torch.arange(max(counts), device=device)
+        last = torch.tensor(counts, device=device)[:, None] - 1
         between = ((number > 0) & (number < last)).repeat_interleave(size, 1)  # the ends are among the extra keys
         near = chunked(real.mT & between[:, None, :, None], size, size, size).mT
         chosen = torch.stack([self._chosen(count, max(counts)) for count in counts]).to(device)  # [B, blocks, H, 2 + R]
@@ -203,9 +218,7 @@ class BlockSparseAttention(SparseAttention):
         seen = real.view(len(q), -1, size)[at[:2]].flatten(3)
         keys, values = (chunked(x, size)[at].flatten(3, 4) for x in (k, v))
         extra = ExtraKeys(keys, values, seen.unsqueeze(3))
-        mixed = attend_chunks(
-            q, k, v, self.attention, mask=near, chunk=size, before=size, after=size, extra=extra
-        )  # fmt: skip
+        mixed = attend_chunks(q, k, v, self.attention, mask=near, chunk=size, before=size, after=size, extra=extra)
         ends = row, torch.cat([torch.zeros_like(last), last], 1)
         asked = chunked(q, size)[ends].transpose(1, 2)  # [B, H, 2, block, K]
         whole = attend(asked.flatten(2, 3), k, v, self.attention, mask=real, dropout=0.0).view_as(asked)
@@ -229,7 +242,8 @@ def random_blocks(spec: BlockSparseSpec, count: int) -> np.ndarray:
 
     They are drawn as transformers draws them, whose layers begin with their number as the seed in every forward.
     """
-    draw, most = np.random.RandomState(spec.seed), spec.max_positions // spec.block
+    draw = np.random.RandomState(spec.seed)
+    most = spec.max_positions // spec.block
     if count * spec.block in PAPER_LENGTHS and count <= most:
         drawn = [[_drawn_far(spec, draw, block, most) for block in range(1, most - 1)] for _ in range(spec.heads)]
         return np.array(drawn, np.int64)[:, : count - 2]

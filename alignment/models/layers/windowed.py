@@ -84,7 +84,9 @@ def attend_chunks(
     Source: Beltagy et al. 2020, arXiv:2004.05150, section 3.1 and appendix A (the chunks); Zaheer et al. 2020,
     arXiv:2007.14062, appendix D (extra keys in the same product).
     """
-    queries, keys, values = chunked(q, chunk), chunked(k, chunk, before, after), chunked(v, chunk, before, after)
+    queries = chunked(q, chunk)
+    keys = chunked(k, chunk, before, after)
+    values = chunked(v, chunk, before, after)
     if extra is not None:
         shape = torch.Size((*keys.shape[:3], -1, -1))
         keys = torch.cat([extra.keys.expand(shape), keys], 3)
@@ -92,7 +94,9 @@ def attend_chunks(
         leading = torch.broadcast_shapes(extra.mask.shape[:-1], mask.shape[:-1])
         mask = torch.cat([part.expand(torch.Size((*leading, -1))) for part in (extra.mask, mask)], -1)
     mask = mask.expand(*queries.shape[:2], *mask.shape[2:]).flatten(0, 1)
-    queries, keys, values = queries.flatten(0, 1), keys.flatten(0, 1), values.flatten(0, 1)
+    queries = queries.flatten(0, 1)
+    keys = keys.flatten(0, 1)
+    values = values.flatten(0, 1)
     mixed = attend(queries, keys, values, spec, mask=mask, dropout=dropout)
     return mixed.unflatten(0, (len(q), -1)).transpose(1, 2).flatten(2, 3)[:, :, : q.shape[2]]
 
@@ -117,19 +121,23 @@ def shared_row(batch: Ragged, reach: int) -> DocumentRow:
     Args:
         reach: tokens in front of itself that a token may see; of a prompt no more are copied.
     """
-    shared, device = batch.shared, batch.tokens.device
+    shared = batch.shared
+    device = batch.tokens.device
     assert shared is not None
-    prompts, pieces = len(shared.lengths), batch.pieces
+    prompts = len(shared.lengths)
+    pieces = batch.pieces
     copied = [0] * prompts + [min(before, reach) for before in shared.of_each]
     sizes = [own + count for own, count in zip(pieces, copied, strict=True)]
-    starts, tokens = list(accumulate(sizes, initial=0)), list(accumulate(pieces, initial=0))
+    starts = list(accumulate(sizes, initial=0))
+    tokens = list(accumulate(pieces, initial=0))
     spare = starts.pop()  # a slot that no token reads: that of the prompts' tokens that are not copied
     own_slots = runs([start + count for start, count in zip(starts, copied, strict=True)], pieces)
     source = torch.zeros(spare + 1, dtype=torch.long).index_copy_(0, own_slots, torch.arange(tokens[-1]))
     copies_of: list[list[Tensor]] = [[] for _ in shared.lengths]  # the slots of each prompt's tokens in its documents
     for prompt, start, count in zip(shared.of_documents, starts[prompts:], copied[prompts:], strict=True):
         if prompt is not None:
-            slots, end = torch.arange(start, start + count), tokens[prompt + 1]
+            slots = torch.arange(start, start + count)
+            end = tokens[prompt + 1]
             copies_of[prompt].append(torch.cat([torch.full((shared.lengths[prompt] - count,), spare), slots]))
             source[slots] = torch.arange(end - count, end)
     most = len(copies_of[0])  # of the first prompt: see `SharedPrompts`
@@ -195,7 +203,9 @@ class MaskedRow(NamedTuple):
 
 def masked(row: DocumentRow, causal: bool, window: int, bias: nn.Module | None, offset: int) -> MaskedRow:
     """The row's masks for layers with this window, behind a prefix of `offset` slots."""
-    chunk, reach, device = chunk_size(window), -(-(window - 1) // ROUND_TO) * ROUND_TO, row.before.device
+    chunk = chunk_size(window)
+    reach = -(-(window - 1) // ROUND_TO) * ROUND_TO
+    device = row.before.device
     ahead = 0 if causal else reach
 
     def by_chunk(x: Tensor) -> Tensor:  # behind the last slot: documents of one token, which see themselves
@@ -204,7 +214,8 @@ def masked(row: DocumentRow, causal: bool, window: int, bias: nn.Module | None, 
     def mask(relative: Tensor, seen: Tensor) -> Tensor:
         return (seen[:, None] if bias is None else bias(relative).masked_fill(~seen[:, None], -torch.inf))[None]
 
-    relative, before = relative_positions(chunk, reach, ahead, device), by_chunk(row.before)
+    relative = relative_positions(chunk, reach, ahead, device)
+    before = by_chunk(row.before)
     seen = visible(relative, causal, window) & (relative >= -before)
     if row.after is not None:
         seen &= relative <= by_chunk(row.after)
@@ -220,15 +231,25 @@ def row_attention(spec: AttentionSpec, masked: MaskedRow, prefix: Tensor | None)
     def attend_documents(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
         extra = None
         if layout is not None:
-            query, key, value = layout.fill(query), layout.fill(key), layout.fill(value)
+            query = layout.fill(query)
+            key = layout.fill(key)
+            value = layout.fill(value)
         if prefix is not None and masked.prefix is not None:
             keys, values = prefix.to(key.dtype).transpose(1, 2)[:, None, None]
             extra = ExtraKeys(keys, values, masked.prefix)
         q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
         [mixed] = attend_chunks(
-            q, k, v, spec, mask=masked.near, chunk=masked.chunk, before=masked.before, after=masked.after,
-            extra=extra, dropout=dropout,
-        ).transpose(1, 2)  # fmt: skip
+            q,
+            k,
+            v,
+            spec,
+            mask=masked.near,
+            chunk=masked.chunk,
+            before=masked.before,
+            after=masked.after,
+            extra=extra,
+            dropout=dropout,
+        ).transpose(1, 2)
         return mixed if layout is None or layout.slots is None else select_rows(mixed, layout.slots)
 
     return attend_documents

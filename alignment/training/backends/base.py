@@ -117,7 +117,8 @@ class Backend:
 
     def save(self, directory: Path) -> None:
         """Write weights and optimizer state into an existing directory; a collective operation."""
-        kept, rank = state_files.kept_tensors(self.unwrapped), self.process_group.rank
+        kept = state_files.kept_tensors(self.unwrapped)
+        rank = self.process_group.rank
         bad = [name for names in self.process_group.gather_objects(state_files.not_finite(kept)) for name in names]
         if bad:
             raise FloatingPointError(f"{bad[0]} holds values that are not finite; the checkpoint is not written")
@@ -187,7 +188,8 @@ def autocast_forward(model: nn.Module, device: torch.device, precision: str, *, 
     """Run every call of `model` under autocast, as `autocast_context`. The model is changed in place and returned."""
     if precision != "bf16":
         return model
-    forward, autocast = model.forward, autocast_context(device, precision, keep_casts=keep_casts)
+    forward = model.forward
+    autocast = autocast_context(device, precision, keep_casts=keep_casts)
 
     @wraps(forward)
     def cast(*args: Any, **kwargs: Any) -> Any:
@@ -206,7 +208,8 @@ class ReplicatedBackend(Backend):
     """
 
     def __init__(self, model: nn.Module, config: OptimConfig, process_group: ProcessGroup, precision: str):
-        self.process_group, self.config = process_group, config
+        self.process_group = process_group
+        self.config = config
         self.model = self.unwrapped = autocast_forward(model.to(process_group.device), process_group.device, precision)
         self.autocast = autocast_context(process_group.device, precision)
         if process_group.size > 1:  # ranks may have initialized different weights and buffers

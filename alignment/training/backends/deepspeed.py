@@ -47,8 +47,10 @@ class DeepSpeedBackend(Backend):
     collective_forward = True
 
     def __init__(self, model: nn.Module, config: OptimConfig, process_group: ProcessGroup, precision: str):
-        self.process_group, self.unwrapped = process_group, model
-        self.autocast, self._precision = autocast_context(process_group.device, precision), precision
+        self.process_group = process_group
+        self.unwrapped = model
+        self.autocast = autocast_context(process_group.device, precision)
+        self._precision = precision
         trainable = trainable_parameters(model)
         self._missing = list(trainable)
         self._reached: set[str] = set()
@@ -171,11 +173,13 @@ class DeepSpeedBackend(Backend):
         sync(self._path(directory))  # rank 0, which syncs all files, may run on another machine
 
     def load(self, directory: Path) -> None:
-        path, saved = self._path(directory), None
+        path = self._path(directory)
+        saved = None
         tensors: dict[str, Tensor] = {}
         if path.is_file():
             with safe_open(path, framework="pt") as file:
-                saved, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                saved = file.metadata()
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         if saved != self._layout:
             was = saved["layout"] if saved else "another kind of launch"
             raise UserError(
@@ -225,7 +229,8 @@ class DeepSpeedBackend(Backend):
             return
         for hook in (*offload.forward_hooks, *offload.backward_hooks, offload.fwd_pre_hook):
             hook.remove()
-        offload.forward_hooks, offload.backward_hooks = [], []
+        offload.forward_hooks = []
+        offload.backward_hooks = []
         try:
             yield
         finally:
@@ -246,7 +251,8 @@ class DeepSpeedBackend(Backend):
         settings["gradient_clipping"] = config.max_grad_norm
         # DeepSpeed knows Adam by name and asks for consent to others; `check_optimizer` lets elementwise ones through.
         settings["zero_allow_untested_optimizer"] = config.name != "adamw"
-        settings["bf16"], settings["fp16"] = {"enabled": False}, {"enabled": False}
+        settings["bf16"] = {"enabled": False}
+        settings["fp16"] = {"enabled": False}
         settings["torch_autocast"] = {
             "enabled": precision == "bf16",
             "dtype": "bfloat16",
@@ -324,5 +330,6 @@ def _unread(model: nn.Module) -> list[tuple[nn.Parameter, RowSource]]:
 def _elements(rows: Callable[[int, int], Tensor], shape: torch.Size, first: int, last: int) -> Tensor:
     """Elements `first` to `last` of a flattened tensor of a shape; `rows` gives (start, stop) of its rows, read alone."""
     width = math.prod(shape[1:])  # elements of a row; a tensor without dimensions is one row
-    start, stop = first // width, -(-last // width)
+    start = first // width
+    stop = -(-last // width)
     return rows(start, stop).reshape(-1)[first - start * width : last - start * width]

@@ -43,10 +43,12 @@ class FSDP2Backend(Backend):
     collective_forward = True
 
     def __init__(self, model: nn.Module, config: OptimConfig, process_group: ProcessGroup, precision: str):
-        self.process_group, self.config = process_group, config
+        self.process_group = process_group
+        self.config = config
         device = process_group.device
         self.model = self.unwrapped = autocast_forward(model, device, precision, keep_casts=False)
-        self.autocast, self._precision = autocast_context(device, precision, keep_casts=False), precision
+        self.autocast = autocast_context(device, precision, keep_casts=False)
+        self._precision = precision
         self._reshard_after_forward = fsdp_settings()["RESHARD_AFTER_FORWARD"] == "true"
         shard_model(model, process_group, precision)
         self.optimizer = build_optimizer(model, config)
@@ -159,7 +161,8 @@ def _wrap_blocks(model: nn.Module, process_group: ProcessGroup, precision: str) 
     In bf16 a block's linear layers are a group of their own, gathered in bfloat16: under autocast they compute with weights
     rounded in the same way, so no number changes. Gradients are reduced in float32.
     """
-    settings, on_gpu = fsdp_settings(), process_group.device.type == "cuda"
+    settings = fsdp_settings()
+    on_gpu = process_group.device.type == "cuda"
     options: dict[str, Any] = {
         "mesh": _device_mesh(process_group, hybrid=settings["SHARDING_STRATEGY"] in ("hybrid_shard", "4")),
         "offload_policy": CPUOffloadPolicy(pin_memory=on_gpu)
@@ -202,7 +205,8 @@ def _bfloat16_layers(block: nn.Module, types: Mapping[nn.Parameter, torch.dtype]
 
 def _device_mesh(process_group: ProcessGroup, *, hybrid: bool) -> Any:
     """The ranks as one line, or for hybrid sharding as nodes x ranks of a node: copies across nodes, shards within."""
-    kind, size = process_group.device.type, process_group.size
+    kind = process_group.device.type
+    size = process_group.size
     local = int(os.environ.get("LOCAL_WORLD_SIZE", launched_size()))
     if not hybrid:
         return init_device_mesh(kind, (size,))
@@ -241,7 +245,8 @@ def _read_shards(model: nn.Module, stored: dict[str, RowSource], device: torch.d
         if not parameter.is_meta:
             continue
         assert isinstance(parameter, DTensor)
-        mesh, shape = parameter.device_mesh, parameter.shape
+        mesh = parameter.device_mesh
+        shape = parameter.shape
         start, stop = local_rows(parameter)
         local = torch.empty((stop - start, *shape[1:]), dtype=parameter.dtype, device=device)
         if stop > start:

@@ -24,7 +24,9 @@ from alignment.errors import UserError, raise_all
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-WEIGHTS, OPTIMIZER = "model", "optimizer"  # kinds of files
+# kinds of files
+WEIGHTS = "model"
+OPTIMIZER = "optimizer"
 
 
 class Stored(NamedTuple):
@@ -52,7 +54,8 @@ def local_rows(tensor: Tensor) -> tuple[int, int]:
     mesh = cast("DTensor", tensor).device_mesh
     for dimension, placement in enumerate(cast("DTensor", tensor).placements):
         if placement.is_shard():
-            size, rank = mesh.size(dimension), mesh.get_local_rank(dimension)
+            size = mesh.size(dimension)
+            rank = mesh.get_local_rank(dimension)
             chunk = -(-rows // size)
             return min(rows, rank * chunk), min(rows, (rank + 1) * chunk)
     return 0, rows
@@ -91,7 +94,8 @@ def write_file(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, st
 
 def saved_tensors(kind: str, directory: Path) -> dict[str, Stored]:
     """Shapes and types of the tensors of one kind, by name."""
-    whole, shards = directory / f"{kind}.safetensors", directory / f"{kind}-shards"
+    whole = directory / f"{kind}.safetensors"
+    shards = directory / f"{kind}-shards"
     if not whole.is_file() and not shards.is_dir():
         raise UserError(
             f"{whole} is missing, so the run cannot resume from this checkpoint; resume with the launch configuration that "

@@ -48,7 +48,10 @@ from alignment.training.optim import trainable_parameters
 from alignment.training.run.lineage import LENGTHS, differences
 
 FORMAT = 4  # of the files of a checkpoint; what has another is not read
-MANIFEST, STATE, IDENTITY, RANDOM = "manifest.json", "state.json", "identity.json", "random.json"
+MANIFEST = "manifest.json"
+STATE = "state.json"
+IDENTITY = "identity.json"
+RANDOM = "random.json"
 Engines = Engine | Mapping[str, Engine]
 
 
@@ -185,7 +188,8 @@ def latest_checkpoint(root: Path) -> Path | None:
 
 def rename_corrupt(path: Path) -> Path:
     """Rename a damaged directory so that it no longer counts, and return its new path; nothing is deleted."""
-    aside, number = path.with_name(f"damaged-{path.name}"), 1
+    aside = path.with_name(f"damaged-{path.name}")
+    number = 1
     while os.path.lexists(aside):
         number += 1
         aside = path.with_name(f"damaged-{path.name}-{number}")
@@ -235,14 +239,11 @@ def read_manifest(path: Path) -> tuple[dict[str, str], str]:
 def check_disk_space(root: Path, engines: Engines) -> None:
     """Raise UserError if the disk has no space for another checkpoint: about weights and two moments in float32."""
     root.mkdir(parents=True, exist_ok=True)
-    free, needed = (
-        shutil.disk_usage(root).free,
-        12
-        * sum(
-            getattr(parameter, "ds_numel", parameter.numel())
-            for engine in engines_of(engines).values()
-            for parameter in trainable_parameters(engine.backend.unwrapped).values()
-        ),
+    free = shutil.disk_usage(root).free
+    needed = 12 * sum(
+        getattr(parameter, "ds_numel", parameter.numel())
+        for engine in engines_of(engines).values()
+        for parameter in trainable_parameters(engine.backend.unwrapped).values()
     )
     if free < needed:
         raise UserError(f"{root}: a checkpoint needs about {needed} bytes and {free} are free; older ones are kept")

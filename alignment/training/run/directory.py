@@ -72,8 +72,10 @@ class Run:
         self.is_main = launched_rank() == 0
         self.identity: dict[str, Any] = {}
         self.finished = False
-        self.total, self.stopped = 0, 0
-        self.began, self.last_save = 0.0, (0.0, 0.0)
+        self.total = 0
+        self.stopped = 0
+        self.began = 0.0
+        self.last_save = (0.0, 0.0)
         self.other_source = ""
         self.random_start: list[str] = []
         self.requested: list[int] = []
@@ -81,7 +83,9 @@ class Run:
         self._board: Any = None  # TensorBoard's files
         self._trackers: list[Any] = []
         self._failing: list[str] = []  # names of trackers that have failed
-        self._first, self._shown = 0, 0.0  # the first step of this start; when progress was shown
+        # the first step of this start; when progress was shown
+        self._first = 0
+        self._shown = 0.0
         self._resources = ExitStack()  # lock, trackers, signal handlers: each is released even if another one fails
         self._clock = time.perf_counter()
         training = config.get("training", {})
@@ -181,7 +185,8 @@ class Run:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of update `step` (from 1) to metrics.jsonl and the trackers, and show the progress."""
         now = time.perf_counter()
-        seconds, self._clock = now - self._clock, now
+        seconds = now - self._clock
+        self._clock = now
         line: dict[str, Any] = {"step": step, **metrics}
         if "tokens" in metrics:
             line.setdefault("tokens_per_second", metrics["tokens"] / max(seconds, 1e-9))
@@ -201,7 +206,8 @@ class Run:
 
     def _show(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show the progress: in a terminal as one line that changes, elsewhere as a line every ten seconds."""
-        now, is_live = time.monotonic(), sys.stderr.isatty() and step < self.total
+        now = time.monotonic()
+        is_live = sys.stderr.isatty() and step < self.total
         if now - self._shown < (0.5 if is_live else 10.0) and step < self.total:
             return
         self._shown = now
@@ -220,7 +226,8 @@ class Run:
             self._append("samples.jsonl", {"step": step, **row})
         text = yaml.safe_dump([dict(row) for row in rows], sort_keys=False, allow_unicode=True)
         self._board.add_text("samples", "    " + text.replace("\n", "\n    "), step)  # shown as it is
-        names, values = list(rows[0]), [list(row.values()) for row in rows]
+        names = list(rows[0])
+        values = [list(row.values()) for row in rows]
         by_name = {name: [row[name] for row in rows] for name in names}
 
         def show(tracker):
@@ -273,10 +280,12 @@ def truncate_lines(path: Path, step: int) -> None:
 
 def read_log(path: Path) -> tuple[list[tuple[int, str]], list[str]]:
     """Step and text of each complete line of a run's log, and the problems of invalid lines; none without a file."""
-    lines, problems = [], []
+    lines = []
+    problems = []
     *whole, _ = path.read_bytes().split(b"\n") if path.exists() else [b""]  # texts may contain other line separators
     for number, content in enumerate(whole, 1):
-        text, step = content.decode("utf-8", errors="replace"), None
+        text = content.decode("utf-8", errors="replace")
+        step = None
         with suppress(ValueError, LookupError, TypeError, RecursionError):
             step = json.loads(content)["step"]
         if type(step) is int:
@@ -406,7 +415,8 @@ def _open_tracker(name: str, output: Path, stage: str, config: Mapping[str, Any]
     arguments: dict[str, Any] = {"logging_dir": str(output)} if kind.requires_logging_directory else {}
     default = {"project": "alignment", "name": f"{stage}-{output.name}"}
     for key, argument in ARGUMENTS[name].items():
-        own, variable = config["training"].get("tracking", {}).get(key), VARIABLES.get((name, key), "")
+        own = config["training"].get("tracking", {}).get(key)
+        variable = VARIABLES.get((name, key), "")
         if value := own or os.environ.get(variable) or default.get(key):
             arguments[argument] = value
     try:

@@ -18,12 +18,27 @@ ENDS = 2**20  # bytes of a file of streamed rows that are hashed at either end
 # Config keys that may change when a run is resumed: they affect memory, files and logs, not the result.
 RESUMABLE_KEYS = frozenset(
     {
-        "output", "resume", "trackers", "tracking", "save_every_steps", "keep_last_checkpoints", "evaluate_every_steps",
-        "micro_batch_tokens", "gradient_checkpointing", "keep_activations", "rollout_weights",
-        "max_shard_size", "share_prompts", "urls", "weights_folder", "timeout_seconds", "retries", "requests",
+        "output",
+        "resume",
+        "trackers",
+        "tracking",
+        "save_every_steps",
+        "keep_last_checkpoints",
+        "evaluate_every_steps",
+        "micro_batch_tokens",
+        "gradient_checkpointing",
+        "keep_activations",
+        "rollout_weights",
+        "max_shard_size",
+        "share_prompts",
+        "urls",
+        "weights_folder",
+        "timeout_seconds",
+        "retries",
+        "requests",
         "cuda_graphs",
     }
-)  # fmt: skip
+)
 # What a run writes beside its model, checkpoints and metrics.
 ALSO_WRITTEN = ("config.yaml", "base", "best", "report.html", "samples.jsonl", "sources.json")
 LENGTHS = ("config.training.epochs", "config.training.max_steps")  # may grow when a run is finished
