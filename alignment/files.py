@@ -8,7 +8,8 @@ the next write to the same target removes it. A file system without locks keeps 
     .model.old-1a2b3c4d         the previous version, whole, for the moment in which its successor takes its name
     .model.removed-1a2b3c4d     being deleted
 
-Reading is limited to files that lie in their own directory (or the Hub's cache) and have a size that such files can have.
+Reading is limited to files that lie in their own directory (or the Hub's cache) and have a size that such files can
+have.
 """
 
 import ctypes
@@ -204,8 +205,8 @@ def explain_full_disk(path: Path, written: Path) -> Iterator[None]:
                 size = sum(file.stat().st_size for file in [written, *written.rglob("*")] if file.is_file())
                 free = shutil.disk_usage(path.parent).free
                 raise UserError(
-                    f"{path}: the disk is full: {size} bytes of it are written, it needs more, and {free} are free. What was "
-                    "there before is untouched; make room and run again"
+                    f"{path}: the disk is full: {size} bytes of it are written, it needs more, and {free} are free. "
+                    "What was there before is untouched; make room and run again"
                 ) from each
             if os.strerror(errno.EROFS) in str(each) or getattr(each, "filename", None) == str(written):
                 raise _unwritable(path, each) from each

@@ -119,8 +119,8 @@ class Checkpoint:
             return find_directory(base, revision)
         except UserError as error:
             raise UserError(
-                f"{self.directory}: the adapter's base model is missing ({error}); put it back, or write where it is as "
-                "base_model_name_or_path into adapter_config.json"
+                f"{self.directory}: the adapter's base model is missing ({error}); put it back, or write where it is "
+                "as base_model_name_or_path into adapter_config.json"
             ) from error
 
     def file(self, name: str) -> Path:

@@ -90,7 +90,8 @@ class Ragged(DeviceBatch):
         row_ids: name of the data row behind each document, for messages.
         labels: ids to predict at the targets, where they differ from `tokens` (masked text), [M].
         segments: sentence of a pair that each token belongs to, 0 or 1, [N].
-        global_mask: tokens that see, and are seen by, all of their document (Longformer), [N]; None: as the model chooses.
+        global_mask: tokens that see, and are seen by, all of their document (Longformer), [N]; None: as the model
+            chooses.
         shared: prompts that begin several documents; None: every document stands for itself.
         sources: number of the data source of each document, where sources are told apart, [B].
         prefix_lengths: first tokens of each document that a decoder reads in both directions (prefix LM), [B]; None: no

@@ -1,8 +1,8 @@
 """The base of config classes: limits are types, contradictions are a table, and one start names all of both; and patterns.
 
-A config is a frozen dataclass. What a single value may be is the type of its field; what values must not be together is a
-row of `RULES`. From Python a config is checked where it is made. From YAML `config.load.build` makes all sections first and
-asks `contradictions` afterwards, so that one wrong section hides nothing in the others.
+A config is a frozen dataclass. What a single value may be is the type of its field; what values must not be together is
+a row of `RULES`. From Python a config is checked where it is made. From YAML `config.load.build` makes all sections
+first and asks `contradictions` afterwards, so that one wrong section hides nothing in the others.
 """
 
 import functools
@@ -43,8 +43,8 @@ class Rule(NamedTuple):
     Attributes:
         key: the key to change, such as `beta`, or `training.batch_size` of a section.
         wrong: config -> something true where the config contradicts itself, such as True or a text.
-        why: what comes after the key's name: the reason and the way out. `{self.KEY}` is a value of the config, `{found}`
-            what `wrong` gave.
+        why: what comes after the key's name: the reason and the way out. `{self.KEY}` is a value of the config,
+            `{found}` what `wrong` gave.
     """
 
     key: str

@@ -88,8 +88,8 @@ def merge_adapter(model: Loaded) -> Loaded:
     """Merge a model's adapter into its weights and return the model."""
     if (quantize := quantization_of(model)) is not None:
         raise UserError(
-            f"the adapter cannot be merged into weights in {quantize}, which would round its changes away; load the model "
-            "without quantization, or merge with `alignment export`"
+            f"the adapter cannot be merged into weights in {quantize}, which would round its changes away; load the "
+            "model without quantization, or merge with `alignment export`"
         )
     for kind in kinds_attached(model):
         if not isinstance(kind, LoRAKind | IA3Kind):
@@ -117,7 +117,8 @@ def read_spec(directory: Path) -> AdapterSpec:
     kind = next((kind for kind in KINDS.values() if kind.peft_type == config.get("peft_type")), None)
     if kind is None:
         raise UserError(
-            f"{directory}/{CONFIG}: peft_type {config.get('peft_type')!r} is not one of those supported: {', '.join(KINDS)}"
+            f"{directory}/{CONFIG}: peft_type {config.get('peft_type')!r} is not one of those supported: "
+            f"{', '.join(KINDS)}"
         )
     return kind.read_spec(config, Path(directory))
 
@@ -254,16 +255,16 @@ def load_adapters(model: Loaded, directories: Mapping[str, str | Path]) -> Loade
 
     if not isinstance(model, LanguageModel):
         raise UserError(
-            f"several adapters in one batch need a decoder of this library, and {model.config.get('model_type')!r} is none; "
-            "load one with load_adapter"
+            f"several adapters in one batch need a decoder of this library, and {model.config.get('model_type')!r} is "
+            "none; load one with load_adapter"
         )
     if model.row_adapters is not None or kinds_attached(model):
         raise UserError("the model has an adapter already; load the base, and all of its adapters in one call")
     check_adapters(directories)
     found = {name: _taken_off(load_adapter(model, Path(path))) for name, path in directories.items()}
     raise_all(
-        f"adapters.{name}: {layer} does not read the tokens of whole documents, which its update needs here; leave the layer "
-        "out of the adapter, or merge it with `alignment export`"
+        f"adapters.{name}: {layer} does not read the tokens of whole documents, which its update needs here; leave the "
+        "layer out of the adapter, or merge it with `alignment export`"
         for name, adapter in found.items()
         for layer in adapter.updates
         if not layer.startswith("trunk.") or ".experts." in layer
@@ -283,8 +284,8 @@ def _not_by_document(name: str, directory: Path) -> Iterator[str]:
     tensors = read_safetensors(directory / WEIGHTS)
     if not isinstance(spec, LoRASpec | PrefixSpec | PromptSpec):
         yield (
-            f"adapters.{name}: {directory} is {spec.kind}, and only lora, prefix and prompt act on single documents of a "
-            "batch; serve it alone (--adapter)"
+            f"adapters.{name}: {directory} is {spec.kind}, and only lora, prefix and prompt act on single documents of "
+            "a batch; serve it alone (--adapter)"
         )
     elif isinstance(spec, LoRASpec) and (whole := [each for each in tensors if ".lora_" not in each]):
         yield (

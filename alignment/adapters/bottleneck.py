@@ -1,7 +1,7 @@
 """Bottleneck adapters: small residual networks on the outputs of attention and feed-forward layers.
 
-peft has none, so that the files are in a format of our own, written beside the same two names: every tensor has the name
-of the model's parameter, and adapter_config.json has peft_type "BOTTLENECK" and our settings.
+peft has none, so that the files are in a format of our own, written beside the same two names: every tensor has the
+name of the model's parameter, and adapter_config.json has peft_type "BOTTLENECK" and our settings.
 """
 
 import re
@@ -94,8 +94,8 @@ def _external_sites(model: ExternalModel) -> dict[str, dict[str, int]]:
         raise UserError(
             f"{type(model.inner).__name__}: a bottleneck adapter looks for the last linear layer of attention "
             f"(names {ATTENTION_OUTPUT.pattern!r}) and of the feed-forward layer (names "
-            f"{FEED_FORWARD_OUTPUT.pattern!r}, or the layer itself, {FEED_FORWARD_MODULE.pattern!r}) in every layer, and "
-            f"found {len(attention)} and {len(feed_forward)}; use LoRA instead"
+            f"{FEED_FORWARD_OUTPUT.pattern!r}, or the layer itself, {FEED_FORWARD_MODULE.pattern!r}) in every layer, "
+            f"and found {len(attention)} and {len(feed_forward)}; use LoRA instead"
         )
     return {
         "attention": dict.fromkeys(attention.values(), model.spec.width),
@@ -123,8 +123,8 @@ class BottleneckKind(AdapterKind):
 
     peft_type = "BOTTLENECK"
     unmergeable = (
-        "a bottleneck adapter has a non-linearity, so that it cannot be merged into weights, and peft has no such adapter "
-        "and does not open its files; keep it as an adapter directory, which this library loads"
+        "a bottleneck adapter has a non-linearity, so that it cannot be merged into weights, and peft has no such "
+        "adapter and does not open its files; keep it as an adapter directory, which this library loads"
     )
 
     def attach(self, model: AnyModel, spec: BottleneckSpec) -> None:
@@ -132,7 +132,8 @@ class BottleneckKind(AdapterKind):
         model.requires_grad_(False)
         device = next(model.parameters()).device
         for name, width in sites.items():
-            # A child of the module it acts on: sharding, activation checkpointing and copies of the model take it along.
+            # A child of the module it acts on: sharding, activation checkpointing and copies of the model take it
+            # along.
             module = model.get_submodule(name)
             module.add_module(CHILD, Bottleneck(spec, width).to(device))
             module.register_forward_hook(apply_bottleneck)

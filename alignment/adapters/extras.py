@@ -1,7 +1,7 @@
 """Adapters made of peft's layers: their common part, and the rows and modules that they train beside their own weights.
 
-The model's own weights stay as they are: trained rows of the token embedding and modules that are trained as a whole are
-copies that take their place while the adapter acts.
+The model's own weights stay as they are: trained rows of the token embedding and modules that are trained as a whole
+are copies that take their place while the adapter acts.
 """
 
 import re

@@ -148,8 +148,8 @@ def _refuse_what_no_file_holds(model: nn.Module, inputs: list[str]) -> None:
         found = [name for name in layer.layers if name in inputs]
         if found and (len(layer.layers) > 1 or ".experts." in found[0]):
             raise UserError(
-                f"adapter.feedforward: a file cannot hold factors on the inputs of {found[0]} alone: {layer.file_name} holds "
-                "several layers or experts; name another layer, or use lora"
+                f"adapter.feedforward: a file cannot hold factors on the inputs of {found[0]} alone: {layer.file_name} "
+                "holds several layers or experts; name another layer, or use lora"
             )
 
 

@@ -1,9 +1,9 @@
 """LoRA and DoRA: peft's layers injected into our modules, several LoRAs of one layer as one, and their files.
 
-A layer may have up to three low-rank updates, all of which add up: `default` is trained; `start` is the frozen one of the
-adapter that the run started from; `initial` is frozen and minus what `default` started as (PiSSA), so that the base
-weights stay as they are. A file holds them as one LoRA of the sum of their ranks over the original base, an ordinary one
-for peft.
+A layer may have up to three low-rank updates, all of which add up: `default` is trained; `start` is the frozen one of
+the adapter that the run started from; `initial` is frozen and minus what `default` started as (PiSSA), so that the base
+weights stay as they are. A file holds them as one LoRA of the sum of their ranks over the original base, an ordinary
+one for peft.
 
 Where a file holds one matrix for several of our layers (GPT-2's c_attn holds query, key and value), their n updates of
 rank r are written as one block-diagonal update of rank n * r on the whole matrix; DoRA's magnitudes, one per row, are
@@ -150,8 +150,8 @@ def _check_dora(model: nn.Module, wanted: set[str]) -> None:
         without = [name for name in layer.layers if name not in wanted]
         if without and len(without) < len(layer.layers):
             raise UserError(
-                f"adapter: a file holds {', '.join(layer.layers)} as one matrix, {layer.file_name}, and dora on it changes "
-                f"every row; let `layers` match {', '.join(without)} too, or use lora"
+                f"adapter: a file holds {', '.join(layer.layers)} as one matrix, {layer.file_name}, and dora on it "
+                f"changes every row; let `layers` match {', '.join(without)} too, or use lora"
             )
 
 
@@ -169,8 +169,8 @@ def activate_loras(model: nn.Module) -> None:
 def _start_at_principal_vectors(layer: "LoraLayer", name: str) -> None:
     """Start an update at the principal part of the layer's weight, and the frozen one at minus that.
 
-    With W = U S V^T: scale * B A is the part of the largest singular values, B = U sqrt(S / scale), A likewise. The base
-    weight stays, unlike in the paper, and `initial` takes the part off again.
+    With W = U S V^T: scale * B A is the part of the largest singular values, B = U sqrt(S / scale), A likewise. The
+    base weight stays, unlike in the paper, and `initial` takes the part off again.
 
     Source: Meng et al. 2024, arXiv:2404.02948, equations 2 to 4.
     """
@@ -356,8 +356,8 @@ class LoRAKind(InjectedKind):
         rows = config.get("trainable_token_indices") or []
         if isinstance(rows, dict) and len(rows) != 1:
             raise UserError(
-                f"{directory}/{CONFIG}: trainable_token_indices names {len(rows)} tables, {', '.join(rows)}; only rows of "
-                "the token embedding, and of a head that is tied to it, are supported"
+                f"{directory}/{CONFIG}: trainable_token_indices names {len(rows)} tables, {', '.join(rows)}; only rows "
+                "of the token embedding, and of a head that is tied to it, are supported"
             )
         own = {
             "rank": config.get("r"),

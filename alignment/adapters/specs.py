@@ -35,15 +35,15 @@ class LowRankSpec(Settings):
 
     Attributes:
         rank: rank of the update, r; 8 to 64 is usual.
-        alpha: scale; the update is multiplied by alpha / rank, or by alpha / sqrt(rank) with `rank_stabilized`; twice the
-            rank is usual.
+        alpha: scale; the update is multiplied by alpha / rank, or by alpha / sqrt(rank) with `rank_stabilized`; twice
+            the rank is usual.
         dropout: dropout on the update's input in training.
         layers: the linear layers: `all-linear`; or a regular expression that matches the end of their names, such as
             `attention\\.(query|value)`; or a list of such ends. Names are ours, or those of transformers (`q_proj`).
         rank_stabilized: use rsLoRA's scale.
         rank_pattern, alpha_pattern: other ranks and alphas by the end of the layer's name (a regular expression).
-        init: how the update starts. `default`: Kaiming for A, zeros for B; `pissa`: the principal singular vectors of the
-            layer's weight.
+        init: how the update starts. `default`: Kaiming for A, zeros for B; `pissa`: the principal singular vectors of
+            the layer's weight.
         token_rows: ids of tokens whose rows of the embedding (and of a language head tied to it) are trained too.
         modules_to_save: further modules that are trained whole and saved, such as `lm_head` or `embed_tokens`.
     """
@@ -157,7 +157,8 @@ class BottleneckSpec(Settings):
         width: columns that `down` projects to, 16 to 256 as a rule; None: the model's width divided by
             `reduction_factor`.
         reduction_factor: see `width`.
-        placement: `houlsby`: after attention and after the feed-forward layer; `pfeiffer`: after the feed-forward layer.
+        placement: `houlsby`: after attention and after the feed-forward layer; `pfeiffer`: after the feed-forward
+            layer.
         activation: relu, gelu, silu or tanh.
         dropout: dropout on the input of `up` in training.
 
@@ -185,8 +186,9 @@ def refuse_new_tokens(adapter: AdapterSpec | None, tokens: Sequence[str]) -> Non
     """Refuse tokens to add to the vocabulary below an adapter, whose base stays as it is."""
     if adapter is not None and tokens:
         raise ValueError(
-            f"add_tokens: an adapter's base has no row for {', '.join(tokens)}; write a base that has (`alignment export "
-            "--model ... --add-token ... --output DIR`), start from it, and name the tokens' ids in adapter.token_rows"
+            f"add_tokens: an adapter's base has no row for {', '.join(tokens)}; write a base that has (`alignment "
+            "export --model ... --add-token ... --output DIR`), start from it, and name the tokens' ids in "
+            "adapter.token_rows"
         )
 
 

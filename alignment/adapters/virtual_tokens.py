@@ -202,8 +202,8 @@ def _external_shapes(model: ExternalModel) -> list[tuple[int, int]]:
     keys = [getattr(layer, "keys", None) for layer in getattr(past, "layers", ())]
     if not keys or any(not isinstance(x, Tensor) or x.dim() != 4 for x in keys):
         raise UserError(
-            f"prefix tuning needs layers that keep keys and values, and {type(model.inner).__name__} does not keep them "
-            "in a cache; use LoRA instead"
+            f"prefix tuning needs layers that keep keys and values, and {type(model.inner).__name__} does not keep "
+            "them in a cache; use LoRA instead"
         )
     return [(x.shape[1], x.shape[3]) for x in keys if isinstance(x, Tensor)]
 

@@ -79,7 +79,8 @@ class BestOfNConfig(Settings):
         max_new_tokens: longest response, end token included.
         temperature: of the samples.
         top_k, top_p, min_p: filters of the samples, as in PPO.
-        seed: with the number of a response it fixes what is sampled; another round of expert iteration takes another one.
+        seed: with the number of a response it fixes what is sampled; another round of expert iteration takes another
+            one.
         batch_size: responses sampled side by side, which changes memory and speed alone.
         micro_batch_tokens: tokens that a reward model reads at once, likewise.
         chat_template: of the policy, a built-in one's name or a Jinja file; None: its tokenizer's own.
@@ -123,7 +124,8 @@ class BestOfNConfig(Settings):
         Rule(
             "keep",
             lambda c: c.keep is not None and c.keep > c.responses_per_prompt,
-            "must be at most responses_per_prompt ({self.responses_per_prompt}), got {self.keep}; null keeps all that are left",
+            "must be at most responses_per_prompt ({self.responses_per_prompt}), got {self.keep}; null keeps all that "
+            "are left",
         ),
         Rule("threshold", lambda c: not math.isfinite(c.threshold or 0), "must be a finite score; null keeps any"),
         Rule("write", lambda c: not c.write, "must name demonstrations, comparisons or both"),
@@ -165,7 +167,8 @@ class ScoredResponses(NamedTuple):
         lengths: tokens, end token included.
         ended: True where a response stopped by itself.
         parts: the number of each reward by its name, [N]; not a number where it does not apply.
-        scores: sum of the weighed and shaped parts, [N]; not a number where there is no score, see `Rewards.without_score`.
+        scores: sum of the weighed and shaped parts, [N]; not a number where there is no score, see
+            `Rewards.without_score`.
     """
 
     texts: list[str]
@@ -185,8 +188,8 @@ class Choice(NamedTuple):
 def run(config: BestOfNConfig) -> Path:
     """Sample, score and choose; write the rows and `results.json`, and return the directory.
 
-    The results hold counts and shares, the mean score of one sample and of those that are kept, and `best_of`: the expected
-    score of the best of 1, 2, 4, ... n samples, kept or not, with the bound of its KL from the policy.
+    The results hold counts and shares, the mean score of one sample and of those that are kept, and `best_of`: the
+    expected score of the best of 1, 2, 4, ... n samples, kept or not, with the bound of its KL from the policy.
 
     Raises:
         UserError: bad prompts, a reward that cannot be given for them, or a bad checkpoint, before anything is sampled;
@@ -212,9 +215,10 @@ def run(config: BestOfNConfig) -> Path:
     for kind in config.write:
         if not rows[kind]:
             raise UserError(
-                f"{output}: nothing is left for {kind}.jsonl: {sum(samples.ended)} of {len(samples.texts)} responses ended by "
-                f"themselves, and the best score is {samples.scores.nan_to_num(-math.inf).max():g}; raise max_new_tokens or "
-                "set require_end=false, lower threshold, or sample more (responses_per_prompt, temperature)"
+                f"{output}: nothing is left for {kind}.jsonl: {sum(samples.ended)} of {len(samples.texts)} responses "
+                f"ended by themselves, and the best score is {samples.scores.nan_to_num(-math.inf).max():g}; raise "
+                "max_new_tokens or set require_end=false, lower threshold, or sample more (responses_per_prompt, "
+                "temperature)"
             )
         write_json_lines(output / f"{kind}.jsonl", rows[kind])
     return output

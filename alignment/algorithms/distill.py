@@ -1,9 +1,10 @@
 """On-policy distillation: a student learns from a teacher's distribution at every token of its own responses.
 
-The rollout is PPO's, without scores. An iteration: the student responds, and learns to be less far from the teacher at the
-prefixes that it has written itself, whereas a student of the teacher's texts never sees its own mistakes.
+The rollout is PPO's, without scores. An iteration: the student responds, and learns to be less far from the teacher at
+the prefixes that it has written itself, whereas a student of the teacher's texts never sees its own mistakes.
 
-Left out: mixtures with the teacher's or a data set's responses (GKD's lambda below 1), divergences other than the reverse KL.
+Left out: mixtures with the teacher's or a data set's responses (GKD's lambda below 1), divergences other than the
+reverse KL.
 """
 
 from collections.abc import Sequence
@@ -43,14 +44,15 @@ from alignment.training.distributed import shares_weights
 class DistillConfig(SamplingSettings):
     """Settings of one run of on-policy distillation: the keys of `SamplingSettings`, and its own.
 
-    `training.max_steps` or `training.epochs` count iterations over the prompts. The loss, logged as `reverse_kl` too, is the
-    KL of student from teacher at a response token, in nats, of their whole distributions at the temperature of the samples.
+    `training.max_steps` or `training.epochs` count iterations over the prompts. The loss, logged as `reverse_kl` too,
+    is the KL of student from teacher at a response token, in nats, of their whole distributions at the temperature of
+    the samples.
 
     Attributes:
         policy: the student.
         teacher: checkpoint whose distributions it learns, a decoder with the same tokenizer.
-        likeliest: the student's likeliest tokens that are compared one by one, all others being compared as one; None: all
-            tokens are compared one by one.
+        likeliest: the student's likeliest tokens that are compared one by one, all others being compared as one; None:
+            all tokens are compared one by one.
     """
 
     teacher: str
@@ -101,8 +103,8 @@ class DistillState(SamplingState):
 def run(config: DistillConfig) -> Path:
     """Train a student on its own responses and return its directory, `output/model`.
 
-    Each iteration samples responses to `training.batch_size` prompts and takes `epochs` passes over them in `minibatches`
-    updates each. The samples have no gradient: the loss is the KL at the prefixes as they are.
+    Each iteration samples responses to `training.batch_size` prompts and takes `epochs` passes over them in
+    `minibatches` updates each. The samples have no gradient: the loss is the KL at the prefixes as they are.
 
     Raises:
         UserError: bad data or checkpoints, before any training.
@@ -151,7 +153,8 @@ def update_student(state: DistillState, config: DistillConfig, rollout: Rollout,
 def distill_loss_fn(engine: Engine, teacher: LanguageModel | ExternalLanguageModel, config: DistillConfig) -> LossFn:
     """Loss function of distillation: the reverse KL at each target, summed.
 
-    Of our own models the logits of few targets are in memory at a time; transformers' classes make all of a micro-batch.
+    Of our own models the logits of few targets are in memory at a time; transformers' classes make all of a
+    micro-batch.
     """
 
     def loss_fn(batch: Ragged) -> LossSum:

@@ -1,6 +1,7 @@
 """Online DPO: a policy learns from pairs of its own responses, which a reward model or a judge has ranked.
 
-The rollout is PPO's, updates and losses are those of DPO's family. An iteration: sample, judge, make pairs, learn from them.
+The rollout is PPO's, updates and losses are those of DPO's family. An iteration: sample, judge, make pairs, learn from
+them.
 
 Left out: no value model, no responses of other models, no losses of single responses.
 """
@@ -58,16 +59,16 @@ PairJudge = Callable[[Sequence[Prompt], Sequence[str], Sequence[str]], Sequence[
 class OnlineDPOConfig(SamplingSettings, PreferenceConfig):
     """Settings of one run of online DPO: the keys of `PreferenceConfig` and `SamplingSettings`, and its own.
 
-    `training.max_steps` or `training.epochs` count iterations over the prompts. The loss is one of pairs, or several with
-    their weights; odpo's margins are differences of scores. The loss takes log-probabilities at temperature 1, whatever the
-    temperature of the samples.
+    `training.max_steps` or `training.epochs` count iterations over the prompts. The loss is one of pairs, or several
+    with their weights; odpo's margins are differences of scores. The loss takes log-probabilities at temperature 1,
+    whatever the temperature of the samples.
 
     Attributes:
         data: prompts. None are held out: what is learnt is compared by `alignment evaluate winrate`.
-        judge: the judge of which response is better. reward_model (given as `reward_model`, or as `rewards`), gold (the true
-            reward of the hotel data set, for its prompts only), or module:function, which is given prompts, responses
-            shown first and responses shown second, and gives for each the verdict for the one shown first: 1, 0.5, 0, or
-            None where it cannot say. Each two responses to a prompt are shown to it in both orders.
+        judge: the judge of which response is better. reward_model (given as `reward_model`, or as `rewards`), gold (the
+            true reward of the hotel data set, for its prompts only), or module:function, which is given prompts,
+            responses shown first and responses shown second, and gives for each the verdict for the one shown first: 1,
+            0.5, 0, or None where it cannot say. Each two responses to a prompt are shown to it in both orders.
         rewards: see `SamplingSettings`; a single entry that does not say `normalize` is not normalized, and a response
             without a score is in no pair.
         responses_per_prompt: responses sampled to each prompt, at least 2; the best and the worst become a pair.
@@ -88,8 +89,8 @@ class OnlineDPOConfig(SamplingSettings, PreferenceConfig):
         Rule(
             "judge",
             lambda c: c.judge == "reward_model" and c.reward_model is None and not c.rewards,
-            "must be said: judge=reward_model with reward_model=DIR or a list `rewards` of entries, judge=module:function, or "
-            "judge=gold for prompts of the generated hotel world alone",
+            "must be said: judge=reward_model with reward_model=DIR or a list `rewards` of entries, "
+            "judge=module:function, or judge=gold for prompts of the generated hotel world alone",
         ),
         Rule(
             "rewards",
@@ -109,8 +110,8 @@ class OnlineDPOConfig(SamplingSettings, PreferenceConfig):
         Rule(
             "data.evaluation",
             lambda c: c.data.evaluates,
-            "is not read, nor evaluation_share: online_dpo evaluates nothing while it trains; leave it out, and compare the "
-            "results on held-out prompts with `alignment evaluate winrate`",
+            "is not read, nor evaluation_share: online_dpo evaluates nothing while it trains; leave it out, and "
+            "compare the results on held-out prompts with `alignment evaluate winrate`",
         ),
         Rule(
             "training.keep_best",
@@ -148,8 +149,8 @@ class OnlineDPOState(SamplingState):
 def run(config: OnlineDPOConfig) -> Path:
     """Train a policy by online DPO and return its directory, `output/model`.
 
-    Each iteration samples `responses_per_prompt` responses to each of `training.batch_size` prompts, makes a pair of the
-    best and the worst one of each prompt, and takes `epochs` passes over the pairs in `minibatches` updates each.
+    Each iteration samples `responses_per_prompt` responses to each of `training.batch_size` prompts, makes a pair of
+    the best and the worst one of each prompt, and takes `epochs` passes over the pairs in `minibatches` updates each.
 
     Raises:
         UserError: bad data or checkpoints, before any training.
@@ -239,9 +240,9 @@ def make_pairs(
 ) -> tuple[list[Example], dict[str, float]]:
     """The best and worst response of each prompt as pairs, of all ranks in the order of the prompts, and their metrics.
 
-    Prompts whose responses tie, or of which fewer than two have a score, give no pair; `score_ties` and `unjudged` are their
-    shares. Scores in metrics are those before the penalty of a missing end and, of several rewards, before they are
-    shaped; a pair's margin is the difference of scores as they are compared.
+    Prompts whose responses tie, or of which fewer than two have a score, give no pair; `score_ties` and `unjudged` are
+    their shares. Scores in metrics are those before the penalty of a missing end and, of several rewards, before they
+    are shaped; a pair's margin is the difference of scores as they are compared.
     """
     count = config.responses_per_prompt
     shaped = rollout.scores if rollout.shaped_scores is None else rollout.shaped_scores
@@ -264,7 +265,8 @@ def make_pairs(
     if failed > (MOST_UNSCORED * prompts if ":" in config.judge else prompts - 1):  # rewards have bounds of their own
         raise UserError(
             f"judge: {'rewards' if config.rewards else config.judge} could not judge the responses to {failed:.0f} of "
-            f"{prompts:.0f} prompts (None, or not a number), which are too many to learn from the others; check the judge"
+            f"{prompts:.0f} prompts (None, or not a number), which are too many to learn from the others; check the "
+            "judge"
         )
     metrics = {"pairs": number, "score_ties": (prompts - failed - number) / prompts, "unjudged": failed / prompts}
     if number:
@@ -359,6 +361,7 @@ def judged(
     if len(verdicts) != len(shown) or wrong:
         found = f"{len(verdicts)} verdicts on {len(shown)} comparisons" if not wrong else f"the verdict {wrong[0]!r}"
         raise UserError(
-            f"judge: it gave {found}; for each comparison it must give 1, 0.5 or 0 for the response shown first, or None"
+            f"judge: it gave {found}; for each comparison it must give 1, 0.5 or 0 for the response shown first, or "
+            "None"
         )
     return dict(zip(shown, verdicts, strict=True))

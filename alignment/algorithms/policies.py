@@ -155,8 +155,8 @@ def check_new_tokens(source: str | Checkpoint) -> None:
     start = open_checkpoint(source)
     if start.is_adapter:
         raise UserError(
-            f"add_tokens: {start.source} is an adapter; `alignment export --model {start.source} --add-token ... --output "
-            "DIR` merges it and adds the tokens; start from DIR"
+            f"add_tokens: {start.source} is an adapter; `alignment export --model {start.source} --add-token ... "
+            "--output DIR` merges it and adds the tokens; start from DIR"
         )
     if is_external_type(read_config(start.directory)):
         raise UserError(f"add_tokens: {start.source}: {OWN_FAMILIES_ONLY}")
@@ -201,10 +201,11 @@ def _load_start(
 ) -> Policy:
     """Load the starting checkpoint and attach the new adapter to it.
 
-    A new adapter is attached to the *starting* policy, so that disabling it gives that policy and not its base. A LoRA of
-    the start stays beneath a new one, frozen, and both are saved as one over the same base. Some kinds
+    A new adapter is attached to the *starting* policy, so that disabling it gives that policy and not its base. A LoRA
+    of the start stays beneath a new one, frozen, and both are saved as one over the same base. Some kinds
     (`UNMERGEABLE`) cannot be merged into weights: a start that has one goes on training it. Any other adapter of the
-    start is merged into the weights, which are written to `output/base`; the new adapter's files name that as their base.
+    start is merged into the weights, which are written to `output/base`; the new adapter's files name that as their
+    base.
     """
     from alignment.adapters.attach import attach, load_adapter, merge_adapter, read_spec
 
@@ -227,7 +228,8 @@ def _load_start(
         if isinstance(earlier, UNMERGEABLE):
             if adapter not in (None, earlier):
                 raise UserError(
-                    f"{start.source}: ends in a {earlier.kind} adapter, which cannot lie under another one; leave `adapter` out"
+                    f"{start.source}: ends in a {earlier.kind} adapter, which cannot lie under another one; leave "
+                    "`adapter` out"
                 )
             model = reader.frozen(start.base, device=start_device(earlier, reader.weights))
             model = train_in_float32(read(model, start.directory))
@@ -432,8 +434,8 @@ class Role:
 def note_memory(run: Run, roles: Sequence[Role]) -> None:
     """Note a line per role, and one for all: bytes of weights on this process, of gradients and of optimizer state.
 
-    Gradients and optimizer state are those after the first update, of all processes that divide them together. Activations
-    and caches are not counted.
+    Gradients and optimizer state are those after the first update, of all processes that divide them together.
+    Activations and caches are not counted.
     """
     models = {role.name: role.model for role in roles if role.model is not None}
     refuse_trained(models)

@@ -1,7 +1,7 @@
 """Pretraining of a fresh model or a checkpoint with any objective, with or without a teacher or adapter.
 
-The settings of the objectives and of a run, the run, and the batches and loss function of each objective. The corruption of
-the text is in data/pretraining/corruption.py, one objective after the other.
+The settings of the objectives and of a run, the run, and the batches and loss function of each objective. The
+corruption of the text is in data/pretraining/corruption.py, one objective after the other.
 """
 
 from collections.abc import Callable, Sequence
@@ -95,8 +95,8 @@ class Masked(Settings):
     """Predict masked tokens from both sides, other ones in every epoch; for encoders (BERT, RoBERTa, SpanBERT).
 
     Attributes:
-        boundary_coef: weight of SpanBERT's span-boundary loss, which predicts the tokens of a span from the tokens beside
-            it; SpanBERT has 1. Its head is trained with the model and is not part of `output/model`.
+        boundary_coef: weight of SpanBERT's span-boundary loss, which predicts the tokens of a span from the tokens
+            beside it; SpanBERT has 1. Its head is trained with the model and is not part of `output/model`.
     """
 
     kind: Literal["masked"] = "masked"
@@ -117,8 +117,8 @@ class SentencePairs:
     """Predict masked tokens of two pieces of text, and of the pair its label; for encoders with a next-sentence head.
 
     Attributes:
-        task: next_sentence: the second piece follows the first, or is of another text (BERT). sentence_order: it follows the
-            first, or the two have changed places (ALBERT).
+        task: next_sentence: the second piece follows the first, or is of another text (BERT). sentence_order: it
+            follows the first, or the two have changed places (ALBERT).
 
     Source: Devlin et al. 2019, arXiv:1810.04805, section 3.1; Lan et al. 2020, arXiv:1909.11942, section 3.1.
     """
@@ -137,7 +137,8 @@ class SpanCorruption(Settings):
     Attributes:
         density: share of the tokens in spans.
         mean_span: mean tokens of a span.
-        prefix_mask: of a decoder alone: source tokens see one another in both directions; False: what is before them only.
+        prefix_mask: of a decoder alone: source tokens see one another in both directions; False: what is before them
+            only.
     """
 
     kind: Literal["span_corruption"] = "span_corruption"
@@ -151,8 +152,8 @@ class PrefixLM:
     """Predict the rest of a text from its beginning, which an encoder reads, or the decoder alone (T5's prefix LM).
 
     Attributes:
-        prefix_mask: of a decoder alone: the beginning's tokens see one another in both directions; False: what is before
-            them only.
+        prefix_mask: of a decoder alone: the beginning's tokens see one another in both directions; False: what is
+            before them only.
 
     Source: Raffel et al. 2020, arXiv:1910.10683, section 3.2.1.
     """
@@ -227,8 +228,8 @@ class PretrainConfig(Settings):
         data: texts, one document per row.
         output: the run's directory.
         objective: the tokens to predict; `kind` is causal, masked, sentence_pairs, span_corruption, prefix or
-            infilling, and must fit the model: decoder, encoder, or encoder-decoder; for span_corruption and prefix either
-            of the last and the first.
+            infilling, and must fit the model: decoder, encoder, or encoder-decoder; for span_corruption and prefix
+            either of the last and the first.
         model: a fresh model, as the keys of a Hugging Face config.json (`model_type`, `hidden_size` ...); its
             vocabulary and special tokens are taken from the tokenizer.
         policy: continue from this checkpoint instead.
@@ -464,7 +465,8 @@ def find_models(config: PretrainConfig, tokenizer: Tokenizer) -> tuple[Policy, A
     ]
     if distillation.cosine_coef and (len(specs) < 2 or len({spec.output_width or spec.width for spec in specs}) > 1):
         raise UserError(
-            "distillation.cosine_coef compares hidden states: it takes two models of our own families, equally wide; set 0"
+            "distillation.cosine_coef compares hidden states: it takes two models of our own families, equally wide; "
+            "set 0"
         )
     if distillation.copy_layers:
         init_from_teacher(policy.model, teacher)
@@ -509,8 +511,8 @@ def collate_for_objective(
         case Masked(masking=masking, boundary_coef=coef):
             if coef and not all(special_token_template(tokenizer).single):
                 raise UserError(
-                    "objective.boundary_coef reads the tokens beside a span, and this tokenizer puts none before or after "
-                    "a text; take a wordpiece tokenizer, or set it to 0"
+                    "objective.boundary_coef reads the tokens beside a span, and this tokenizer puts none before or "
+                    "after a text; take a wordpiece tokenizer, or set it to 0"
                 )
             of_rows = collate_spans if coef else collate_masked
             return partial(of_rows, masking=masking, mask_tokens=mask_tokens_of(tokenizer))

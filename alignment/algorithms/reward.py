@@ -1,7 +1,7 @@
 """Reward models, trained on pairs of responses, on K ranked ones, or on labeled steps; decoders and encoders.
 
-The settings, the rows of each objective, the run, and the loss. An ensemble has the cost of each member, on rows of its own
-choice where it draws any.
+The settings, the rows of each objective, the run, and the loss. An ensemble has the cost of each member, on rows of its
+own choice where it draws any.
 """
 
 import hashlib
@@ -86,18 +86,20 @@ class RewardConfig(Settings):
     """Settings of one reward-model run.
 
     Attributes:
-        policy: the checkpoint whose trunk the reward model starts from, usually the SFT policy; a decoder, or an encoder such
-            as BERT, which reads prompt and response as a pair of texts.
+        policy: the checkpoint whose trunk the reward model starts from, usually the SFT policy; a decoder, or an
+            encoder such as BERT, which reads prompt and response as a pair of texts.
         data: comparisons; rankings (pairs among them) for ranking, plackett_luce and rao_kupper; steps for steps.
         output: the run's directory.
-        loss: bradley_terry: pairs. ranking: K responses, each prompt the mean of its pairs (InstructGPT). plackett_luce: the
-            probability of the whole ranking. rao_kupper: pairs, ties among them. steps: a label at the end of each step, for
+        loss: bradley_terry: pairs. ranking: K responses, each prompt the mean of its pairs (InstructGPT).
+            plackett_luce: the probability of the whole ranking. rao_kupper: pairs, ties among them. steps: a label at
+                the end of each step, for
             a process reward model.
         theta: of rao_kupper, how easily two responses tie, above 1.
         adapter: train an adapter and the score head only; None trains every weight. Of an encoder it is saved merged.
         chat_template: as for SFT; saved with the model, whose scores depend on it.
         ensemble: train several members at once; None: one model.
-        normalize: give scores mean 0 and deviation 1 on reference samples, after training; None: scores stay as they are.
+        normalize: give scores mean 0 and deviation 1 on reference samples, after training; None: scores stay as they
+            are.
         weights: type of the frozen weights in memory.
         center_coef: weight of (chosen + rejected)^2, which holds the scores near 0 (Eisenstein et al. 2023,
             arXiv:2312.09244); 0 leaves their level free.
@@ -165,8 +167,8 @@ class Objective:
                 names = [name for name, f in FAMILIES.items() if f.architecture != "decoder" and "scalar" in f.tasks]
                 encoders = "" if self.encode is None else f", or from a model of {', '.join(names)}"
                 raise UserError(
-                    f"{source}: this model is an {architecture}, and a reward model of this loss starts from a decoder, which "
-                    f"reads prompt and response in one text{encoders}"
+                    f"{source}: this model is an {architecture}, and a reward model of this loss starts from a "
+                    f"decoder, which reads prompt and response in one text{encoders}"
                 )
             tokenize = self.encode
         name = self.kind if tokenize is TOKENIZE[self.kind] else tokenize.__name__
@@ -254,9 +256,9 @@ def notes(reward_model: Policy) -> Iterator[str]:
     pad = reward_model.model.config.get("pad_token_id")
     if reward_model.adapter is not None and pad in end_token_ids(reward_model.tokenizer):
         yield (
-            f"{reward_model.base}: its config.json has an end token ({pad}) as pad_token_id, so transformers reads this "
-            "adapter's scores before the end token, where they are others; `alignment export` writes a model that it "
-            "reads right, or set pad_token_id to null on the loaded base's config"
+            f"{reward_model.base}: its config.json has an end token ({pad}) as pad_token_id, so transformers reads "
+            "this adapter's scores before the end token, where they are others; `alignment export` writes a model that "
+            "it reads right, or set pad_token_id to null on the loaded base's config"
         )
 
 
@@ -275,7 +277,8 @@ def objective_loss_fn(
 ) -> LossFn:
     """Loss function of a reward model: the mean of its members' costs, summed over what a batch counts.
 
-    A decoder's scores are read at the last token of each document, which saw the whole text, or at the end of each step.
+    A decoder's scores are read at the last token of each document, which saw the whole text, or at the end of each
+    step.
 
     Args:
         model: called on a batch, also an ensemble of k members.
@@ -366,8 +369,8 @@ def counted_rows(batch: RaggedBatch) -> list[str]:
 def bootstrap_counts(row_ids: Sequence[str], seed: int, members: int) -> Tensor:
     """Weights of each row for each member of an ensemble: Poisson(1) numbers, fixed by (seed, member, row id); [rows, k].
 
-    As many rows as there are, drawn with replacement, have such counts where rows are many. Nothing is drawn at run time,
-    so batches, ranks and resumption change nothing.
+    As many rows as there are, drawn with replacement, have such counts where rows are many. Nothing is drawn at run
+    time, so batches, ranks and resumption change nothing.
 
     Source: Oza and Russell 2001, "Online bagging and boosting", section 2.
     """

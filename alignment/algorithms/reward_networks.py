@@ -47,9 +47,9 @@ class EnsembleConfig(Settings):
 
     Attributes:
         members: number of them, k.
-        kind: heads: k rows of one head on one trunk, which all of them train; cheap, but off the training data the members
-            agree more than models of their own would. adapters: k adapters (of `adapter`'s kind), with a head each, over
-            one frozen base.
+        kind: heads: k rows of one head on one trunk, which all of them train; cheap, but off the training data the
+            members agree more than models of their own would. adapters: k adapters (of `adapter`'s kind), with a head
+            each, over one frozen base.
         bootstrap: each member learns from rows of its own: it counts each row a Poisson(1) number of times, fixed by
             (training.seed, member, row id). Without it members differ by their initial weights alone.
 

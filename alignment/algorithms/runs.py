@@ -83,7 +83,8 @@ def open_run(
         files: further files that the result depends on, by the dotted key of the setting that names them.
 
     Raises:
-        UserError: optimizer or quantization cannot run here, a parent is missing, or the directory belongs to another run; see `Run`.
+        UserError: optimizer or quantization cannot run here, a parent is missing, or the directory belongs to another
+            run; see `Run`.
     """
     names = [name for name in parents if name]
     with propagate_failures():
@@ -125,8 +126,8 @@ def check_data(config: RunConfig) -> None:
         raise UserError(NO_EVALUATION)
     if config.data.streaming and config.training.max_steps is None:
         raise UserError(
-            "training.max_steps is missing: with data.streaming the number of rows is not known, so that training.epochs "
-            "gives the run no end; set training.max_steps, or data.streaming=false"
+            "training.max_steps is missing: with data.streaming the number of rows is not known, so that "
+            "training.epochs gives the run no end; set training.max_steps, or data.streaming=false"
         )
 
 

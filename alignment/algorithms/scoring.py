@@ -64,8 +64,8 @@ class RewardSource:
             source = spec.reward_model or ""
             if combine != "mean" and (found := member_count(find_directory(source))) == 1:
                 raise UserError(
-                    f"{source}: reward_combine={combine} combines the members of an ensemble, and this reward model has "
-                    f"{found}; leave it out, or train one with `ensemble`"
+                    f"{source}: reward_combine={combine} combines the members of an ensemble, and this reward model "
+                    f"has {found}; leave it out, or train one with `ensemble`"
                 )
         return texts
 
@@ -117,8 +117,9 @@ class RewardSource:
             messages = [prompt.row_id for prompt in prompts if not isinstance(prompt.prompt, str)]
             if messages:
                 raise UserError(
-                    f"{name}: the reward model is an encoder and reads texts, and {len(messages)} of {len(prompts)} prompts "
-                    f"are messages ({', '.join(messages[:3])}); take a decoder as reward model, or prompts as texts"
+                    f"{name}: the reward model is an encoder and reads texts, and {len(messages)} of {len(prompts)} "
+                    f"prompts are messages ({', '.join(messages[:3])}); take a decoder as reward model, or prompts as "
+                    "texts"
                 )
             return
         records = [Prompt(prompt.prompt, prompt.extra, prompt.row_id) for prompt in prompts]

@@ -74,9 +74,9 @@ class SFTConfig(Settings):
         adapter: train a LoRA or prefix adapter on the frozen model; None trains every weight.
         chat_template: a built-in one's name (chatml, llama3, ...) or a Jinja file, also saved with the model; None: the
             tokenizer's own.
-        add_tokens: new tokens for the vocabulary, each of them one token wherever a row's text has it; their rows start as
-            the mean of the others. Later stages (dpo, ppo, reward) start from the model that is saved, which has them.
-            Not with `adapter`.
+        add_tokens: new tokens for the vocabulary, each of them one token wherever a row's text has it; their rows start
+            as the mean of the others. Later stages (dpo, ppo, reward) start from the model that is saved, which has
+            them. Not with `adapter`.
         add_special_tokens: new control tokens likewise, which `chat_template` writes; a row's text cannot.
         weights: type of the frozen weights in memory.
         loss_on: completion: the response and its end token are predicted, in dialogues every turn that is trained.
@@ -138,8 +138,8 @@ def run(config: SFTConfig) -> Path:
         tokenizer = load_tokenizer(config.policy, config.chat_template, **new)
         if config.loss_on == "all" and architecture_of(config.policy) == "encoder-decoder":
             raise UserError(
-                f"loss_on: {config.policy} is an encoder-decoder, whose encoder reads the prompt and predicts none of it; "
-                "leave loss_on=completion"
+                f"loss_on: {config.policy} is an encoder-decoder, whose encoder reads the prompt and predicts none of "
+                "it; leave loss_on=completion"
             )
         preparation = preparation_for(config.policy, "demonstrations")
         train, held_out = read_split(config, "demonstrations", tokenizer, run, preparation=preparation)

@@ -1,7 +1,7 @@
 """Attention weights of every head, from the model's own layers; inspection.py renders them.
 
-Attention is linear in its values. Called with unit vectors as values, the very code that training runs, with its windows,
-caps, biases and kernels, returns its weights; nothing is computed here a second way.
+Attention is linear in its values. Called with unit vectors as values, the very code that training runs, with its
+windows, caps, biases and kernels, returns its weights; nothing is computed here a second way.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -46,8 +46,8 @@ class EncoderDecoderMaps(NamedTuple):
 def attention_maps(model: NativeModel | ExternalModel, ids: Sequence[int]) -> list[Tensor]:
     """Attention weights of a decoder or an encoder, ours or transformers', on a document of T tokens, without dropout.
 
-    One [H, T, T] per layer, fp32: row t is what token t makes of all tokens. Rows sum to 1, less what a prefix or soft prompt
-    of the model's own takes; what cannot be seen is exactly 0.
+    One [H, T, T] per layer, fp32: row t is what token t makes of all tokens. Rows sum to 1, less what a prefix or soft
+    prompt of the model's own takes; what cannot be seen is exactly 0.
     """
     if isinstance(model, ExternalModel):
         return _given(_output_of(model, input_ids=torch.tensor([list(ids)])), "attentions")

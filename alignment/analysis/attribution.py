@@ -46,9 +46,9 @@ def integrated_gradients(
 
     attribution_t = sum_e (x_te - x'_te) * integral over a in [0, 1] of d value(x' + a (x - x')) / d x_te
 
-    The path is cut into pieces, each with Gauss-Legendre points. As the gradients of a piece have to sum to the change of
-    the value along it, the error of each piece is known: one whose error is large is halved, unless `max_gradients` are
-    computed. Steep places, as a norm has them near vectors of zeros, get the points so.
+    The path is cut into pieces, each with Gauss-Legendre points. As the gradients of a piece have to sum to the change
+    of the value along it, the error of each piece is known: one whose error is large is halved, unless `max_gradients`
+    are computed. Steep places, as a norm has them near vectors of zeros, get the points so.
 
     Args:
         tolerance: of the residual, relative to the change of the value.

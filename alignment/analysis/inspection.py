@@ -1,7 +1,7 @@
 """`alignment inspect attention`: a model directory and some texts in, one page of attention maps out that fetches nothing.
 
-Every head is a grey picture of one pixel per weight; a click enlarges it between its tokens. The page's script is the one
-thing that may run in it, by its hash.
+Every head is a grey picture of one pixel per weight; a click enlarges it between its tokens. The page's script is the
+one thing that may run in it, by its hash.
 """
 
 import base64
@@ -51,8 +51,8 @@ def write_attention(
         model: directory or Hub name of a model with any head, or of an adapter.
         texts: what it reads, with the special tokens its tokenizer puts around a text.
         layers: which to show, from 0; None: all.
-        targets: of an encoder-decoder, what its decoder reads for each text; none: what it writes itself, greedily, up to
-            32 tokens.
+        targets: of an encoder-decoder, what its decoder reads for each text; none: what it writes itself, greedily, up
+            to 32 tokens.
     """
     loaded = load_any(model)
     tokenizer = load_tokenizer(model)

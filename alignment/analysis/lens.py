@@ -1,8 +1,8 @@
 """States of every layer, ours and transformers', and `alignment inspect lens`: the tokens that each would predict.
 
-Layers are counted as transformers counts its `hidden_states`: 0 is the input of the first block, L the output of the last
-one after the final norm, where there is one. For the lens the model computes its logits itself, with another layer's state
-before that norm: scales, caps and output layers act as they always do.
+Layers are counted as transformers counts its `hidden_states`: 0 is the input of the first block, L the output of the
+last one after the final norm, where there is one. For the lens the model computes its logits itself, with another
+layer's state before that norm: scales, caps and output layers act as they always do.
 """
 
 from collections.abc import Iterator, Sequence
@@ -81,7 +81,8 @@ def logit_lens(model: Model, ids: Sequence[int], top: int = 5) -> Lens:
     Raises:
         UserError: the model has no final norm that is found, or it is no language model of one side.
 
-    Source: nostalgebraist 2020, "interpreting GPT: the logit lens"; KL: Belrose et al. 2023, arXiv:2303.08112, section 3.
+    Source: nostalgebraist 2020, "interpreting GPT: the logit lens"; KL: Belrose et al. 2023, arXiv:2303.08112, section
+    3.
     """
     with evaluation_mode(model):
         layers = [logits.float().log_softmax(-1).cpu() for logits in lens_logits(model, ids)]
@@ -111,7 +112,8 @@ def lens_logits(model: Model, ids: Sequence[int]) -> Iterator[Tensor]:
     if not norms:
         raise UserError(
             f"{type(getattr(model, 'inner', model)).__name__}: no norm between the last layer and the head is found in "
-            "transformers' class for this model, so the logit lens cannot read its layers; take a decoder with a final norm"
+            "transformers' class for this model, so the logit lens cannot read its layers; take a decoder with a final "
+            "norm"
         )
     for state in states:
 

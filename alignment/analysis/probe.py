@@ -65,7 +65,8 @@ def read_probe_rows(model: Model, part: LabeledExamples, pooling: Pooling | None
     """The states of each row in each layer, in order of the rows.
 
     Args:
-        pooling: the state of a text: of its first or last token, or their mean; None: of each labeled word's first token.
+        pooling: the state of a text: of its first or last token, or their mean; None: of each labeled word's first
+            token.
 
     Raises:
         UserError: a text is longer than the model can read.
@@ -126,7 +127,8 @@ def probe_outcomes(
 
     weight = argmin ||Z weight - (Y - mean Y)||^2 / N + ridge ||weight||^2 = (Z'Z / N + ridge I)^-1 Z'(Y - mean Y) / N
 
-    Source: probes: Alain and Bengio 2016, arXiv:1610.01644; ridge regression: Hoerl and Kennard 1970, Technometrics 12, 55-67.
+    Source: probes: Alain and Bengio 2016, arXiv:1610.01644; ridge regression: Hoerl and Kennard 1970, Technometrics 12,
+    55-67.
     """
     mean = states[0].mean(0, np.float64)
     deviation = states[0].std(0, np.float64)
@@ -153,7 +155,8 @@ def probe_layers(
     Returns:
         Of each layer `accuracy` and `control`, `WinRate`s with Wilson's interval, for words with the text as a cluster,
         `selectivity` as of `accuracy_gain`, and `fit`, the rate on the rows of the fit; and held-out shares to compare
-        with: `majority`, rows with the most frequent class of the fit; `control_majority`, the same of the control task;
+        with: `majority`, rows with the most frequent class of the fit; `control_majority`, the same of the control
+            task;
         `control_seen`, rows whose word is in the fit, for the class of others cannot be known.
 
     Source: Hewitt and Liang 2019, arXiv:1909.03368, sections 2 and 3.
@@ -263,11 +266,11 @@ def _section(layers: Sequence[LayerFigures], baselines: Mapping[str, float]) -> 
     return Section(
         "layers",
         "Layers",
-        "The control task gives every word (of a text, its last word) a class of its own, drawn once by a hash with the "
-        "shares of the true classes. A probe that learns it as well as the true one shows that words can be told apart, "
-        f"and no more. {baselines['control_seen']:.1%} of the held-out rows have a word of the fit; the most frequent class "
-        f"of the control task makes {baselines['control_majority']:.1%}. Selectivity is the accuracy less that on the "
-        "control task. Intervals are of 95 %; words of one text count as a cluster.",
+        "The control task gives every word (of a text, its last word) a class of its own, drawn once by a hash with "
+        "the shares of the true classes. A probe that learns it as well as the true one shows that words can be told "
+        f"apart, and no more. {baselines['control_seen']:.1%} of the held-out rows have a word of the fit; the most "
+        f"frequent class of the control task makes {baselines['control_majority']:.1%}. Selectivity is the accuracy "
+        "less that on the control task. Intervals are of 95 %; words of one text count as a cluster.",
         [Chart("Accuracy", "share of held-out rows", curve_chart("Share of held-out rows", curves, "layer"))],
         [table],
     )

@@ -1,7 +1,7 @@
 """`alignment inspect saliency`: the share of each token of a text in a model's answer, by gradients and by leaving parts out.
 
-The answer is one number: the log-probability of a continuation, of the next token or of a class, or a reward model's score.
-A page and a JSON file beside it are written.
+The answer is one number: the log-probability of a continuation, of the next token or of a class, or a reward model's
+score. A page and a JSON file beside it are written.
 """
 
 import re
@@ -85,8 +85,8 @@ class Explained:
 def load_explained(source: str) -> Callable[[str | Messages, str | None], Explained]:
     """The number that is explained of the model of a directory or Hub name, by its head, given a prompt and a target or None.
 
-    The target is a continuation (None: the most probable token), a reward model's response (None: the prompt is the whole
-    text) or a class (None: the most probable one).
+    The target is a continuation (None: the most probable token), a reward model's response (None: the prompt is the
+    whole text) or a class (None: the most probable one).
     """
     checkpoint = Checkpoint(source)
     device = best_device()
@@ -196,8 +196,8 @@ def explain_answer(
 ) -> dict[str, object]:
     """Attributions of a model's answer to the tokens of a prompt, and the change by each part left out, as JSON has them.
 
-    Special tokens and the target keep their embeddings and get no attribution, so that the others' sum is the difference
-    between the answer to the prompt and to the prompt's tokens at the baseline.
+    Special tokens and the target keep their embeddings and get no attribution, so that the others' sum is the
+    difference between the answer to the prompt and to the prompt's tokens at the baseline.
 
     Args:
         baseline: "zero": vectors of zeros; else a token of the vocabulary, whose vector stands for every token.

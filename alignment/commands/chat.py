@@ -23,8 +23,8 @@ def chat_in_terminal(config: ServeConfig, asked: ChatBody, system: str | None) -
     """
     if load_tokenizer(config.model, config.chat_template).chat_template is None:
         raise UserError(
-            f"{config.model}: the model has no chat template; choose one by --chat-template (chatml, llama3, ... or a file), "
-            "or continue texts by `alignment generate`"
+            f"{config.model}: the model has no chat template; choose one by --chat-template (chatml, llama3, ... or a "
+            "file), or continue texts by `alignment generate`"
         )
     start: Messages = [] if system is None else [Message(role="system", content=system)]
     with load_served(config) as (served, thread):

@@ -50,17 +50,18 @@ def export_model(
 ) -> Path:
     """Write a model with its adapter merged as one plain Hugging Face directory and return that directory.
 
-    The sum of a weight and its update is computed in float32. An adapter that was trained on quantized weights is merged into
-    these weights as they were, and how far they are from the original ones is printed. A reward model keeps its calibration and
-    the texts whose scores tell a damaged model: they must score as before, and are written with their new scores.
+    The sum of a weight and its update is computed in float32. An adapter that was trained on quantized weights is
+    merged into these weights as they were, and how far they are from the original ones is printed. A reward model keeps
+    its calibration and the texts whose scores tell a damaged model: they must score as before, and are written with
+    their new scores.
 
     Args:
         model: a model or adapter directory, or a .gguf file, whose weights become those of a plain directory.
         dtype: type of the weights written; "auto": that of the model, or of the adapter's base, float32 of a GGUF file.
             A score head is float32.
         quantize: how the weights were quantized that the adapter was trained on; None: as its directory says.
-        chat_template: a built-in one's name or a file; the special tokens that it needs are added to the vocabulary, their
-            rows the mean of the others, as are `add_tokens` and `add_special_tokens`.
+        chat_template: a built-in one's name or a file; the special tokens that it needs are added to the vocabulary,
+            their rows the mean of the others, as are `add_tokens` and `add_special_tokens`.
 
     Raises:
         UserError: `output` is read from, or holds anything but an earlier export; the adapter cannot be merged, such
@@ -112,9 +113,9 @@ def _is_scalar(model: str, directory: Path, updates: Path | None) -> bool:
     """True where there is a reward model, or the adapter of one, to write; an ensemble of adapters is refused."""
     if (members := read_members(directory)) is not None:
         raise UserError(
-            f"{model}: an ensemble of {len(members)} adapters over one base has no weights to merge them into; export each "
-            f"member as a reward model of its own (`alignment export --model {model}/{members[0].name} ...`), or train "
-            "ensemble.kind=heads, which is one model"
+            f"{model}: an ensemble of {len(members)} adapters over one base has no weights to merge them into; export "
+            f"each member as a reward model of its own (`alignment export --model {model}/{members[0].name} ...`), or "
+            "train ensemble.kind=heads, which is one model"
         )
     if updates is not None:
         return is_scalar_adapter(updates)

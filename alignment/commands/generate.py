@@ -27,7 +27,8 @@ class GenerateConfig(SamplingConfig):
         batch_size: rows of the cache that are decoded together: one per prompt, or per beam.
         num_beams, length_penalty, early_stopping: of beam search, see `BeamConfig`; 1 beam samples.
         chat_template: a built-in one's name (chatml, llama3, ...) or a Jinja file; None: the tokenizer's own.
-        prefix_mask: a prompt's tokens see one another in both directions, for a decoder that was trained as a prefix LM.
+        prefix_mask: a prompt's tokens see one another in both directions, for a decoder that was trained as a prefix
+            LM.
     """
 
     batch_size: PositiveInt = 64
@@ -54,8 +55,8 @@ def generate_responses(
 
     With `adapters` (name -> directory) the rows of the file name theirs in a column `adapter`, which is kept.
 
-    log_probs are in nats: of the distribution sampled from; of a beam search the model's own, after the logits processors.
-    `raw`: do not apply the model's chat template; with the template a text is one user message.
+    log_probs are in nats: of the distribution sampled from; of a beam search the model's own, after the logits
+    processors. `raw`: do not apply the model's chat template; with the template a text is one user message.
     """
     settings = asdict(build(GenerateConfig, override(SourcedYaml({}), overrides)))
     named = {name: find_directory(directory) for name, directory in (adapters or {}).items()}

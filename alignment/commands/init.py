@@ -1,8 +1,8 @@
 """The command `alignment init`: configs for a base, files of rows and a card, from packaged ones that fit.
 
-Of three packaged configs of a stage (every weight, LoRA, LoRA over a base in NF4) the first whose plan fits the card gives
-the values; lengths, batch size, the held-out prompts and the use of the chat template come from the rows. Comments in a
-config say why.
+Of three packaged configs of a stage (every weight, LoRA, LoRA over a base in NF4) the first whose plan fits the card
+gives the values; lengths, batch size, the held-out prompts and the use of the chat template come from the rows.
+Comments in a config say why.
 """
 
 import math

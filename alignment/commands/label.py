@@ -64,7 +64,8 @@ def write_labels(
 def write_comparisons(path: Path, labels: Iterable[Label]) -> str:
     """Write the rows that reward models and DPO are trained on; how many there are, and what is left out.
 
-    Of a pair `prompt`, `chosen`, `rejected`; of more responses, and of pairs beside them, `prompt`, `responses`, `ranks`.
+    Of a pair `prompt`, `chosen`, `rejected`; of more responses, and of pairs beside them, `prompt`, `responses`,
+    `ranks`.
     """
     judged = [label for label in labels if len(label.responses) > 1]
     kept = [

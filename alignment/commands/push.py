@@ -34,7 +34,8 @@ def push_model(
 ) -> str:
     """Upload the model of a run, or a model directory, as one more commit, and return its address.
 
-    The card of a run's model is written anew before. `dry_run` returns the names of the files instead, and sends nothing.
+    The card of a run's model is written anew before. `dry_run` returns the names of the files instead, and sends
+    nothing.
 
     Raises:
         UserError: the directory is no model that others can open, or holds a secret; the Hub refuses or is not there.
@@ -75,8 +76,8 @@ def _problems(model: Path) -> Iterator[str]:
     adapters = [model] if is_adapter(model) else read_members(model) or []
     if not adapters and not (model / CONFIG).is_file():
         yield (
-            f"{model}: no model directory, which has {CONFIG} or an adapter (a checkpoint has none); give a training run's "
-            "directory or its model/"
+            f"{model}: no model directory, which has {CONFIG} or an adapter (a checkpoint has none); give a training "
+            "run's directory or its model/"
         )
     elif not adapters:
         stored_tensors(model)  # names what is missing
@@ -85,8 +86,8 @@ def _problems(model: Path) -> Iterator[str]:
             yield f"{adapter}: {WEIGHTS} is missing"
         if Path(base := str(read_adapter_config(adapter).get("base_model_name_or_path"))).is_dir():
             yield (
-                f"{adapter}: its base is {base}, which only this machine has; `alignment export` merges the two, or write "
-                "the base's name on the Hub as base_model_name_or_path into adapter_config.json"
+                f"{adapter}: its base is {base}, which only this machine has; `alignment export` merges the two, or "
+                "write the base's name on the Hub as base_model_name_or_path into adapter_config.json"
             )
 
 

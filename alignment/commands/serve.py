@@ -68,8 +68,8 @@ def serve_model(
     remote = not is_loopback(host)
     if remote and not allow_remote:
         raise UserError(
-            f"--host {host}: other machines can reach it, and whoever does can use the model; add --allow-remote if that is "
-            "wanted (--api-key-env NAME asks for a key), or leave --host out"
+            f"--host {host}: other machines can reach it, and whoever does can use the model; add --allow-remote if "
+            "that is wanted (--api-key-env NAME asks for a key), or leave --host out"
         )
     import uvicorn
 

@@ -143,7 +143,8 @@ def explain_errors(cls: type, values: object, errors: "Sequence[ErrorDetails]") 
 def fill_placeholder(cls: type, values: object, key: Key) -> Key | None:
     """Let another value stand in for a wrong or missing one: the default, or a value of its type that means nothing.
 
-    Returns the key (of a list's item, that of the list: the others would change places); None where nothing can stand in.
+    Returns the key (of a list's item, that of the list: the others would change places); None where nothing can stand
+    in.
     """
     while key and isinstance(key[-1], int):
         key = key[:-1]
@@ -187,8 +188,8 @@ def _locate(values: Any, error: "ErrorDetails") -> _Located:
 def _errors_of_matching_members(located: Sequence[_Located]) -> list[_Located]:
     """The errors of those union members that the user's value matches best.
 
-    Pydantic tries `adapter: {kind: lora, rnk: 8}` as every kind of adapter and reports each failure; only those of `lora`
-    help. Likewise `[1, 2]` for `text or list of texts` is reported at its items, as a list.
+    Pydantic tries `adapter: {kind: lora, rnk: 8}` as every kind of adapter and reports each failure; only those of
+    `lora` help. Likewise `[1, 2]` for `text or list of texts` is reported at its items, as a list.
     """
     wrong_kinds = [
         each
@@ -325,8 +326,8 @@ def load_config(cls: type[T], source: str, overrides: Sequence[str] = (), check:
 def find_packaged(name: str, kind: str) -> Path:
     """The file at a path, or the packaged file of that name.
 
-    `kind` is `configs` (names are `stage/variant`), `launch` (Accelerate's launch files, `launch/zero3`) or `recipes` (names
-    are those of folders with a recipe.yaml; FOLDER/FILE is another recipe in one).
+    `kind` is `configs` (names are `stage/variant`), `launch` (Accelerate's launch files, `launch/zero3`) or `recipes`
+    (names are those of folders with a recipe.yaml; FOLDER/FILE is another recipe in one).
     """
     given = Path(name)
     if given.is_file():

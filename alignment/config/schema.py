@@ -36,8 +36,8 @@ class ConfigKey(NamedTuple):
     """One key of a config.
 
     Attributes:
-        name: dotted, `optim.learning_rate`; `adapter{lora,dora}.rank` of sections of these kinds, `data.train[].weight` of
-            each section of a list.
+        name: dotted, `optim.learning_rate`; `adapter{lora,dora}.rank` of sections of these kinds, `data.train[].weight`
+            of each section of a list.
         type: in words.
         default: as JSON; None: the key must be given.
         text: what it means, with unit.

@@ -65,8 +65,8 @@ class Example:
         masks: True where a token is to be predicted and counts, [K][N].
         row_id: name of the data row.
         source: number of its source among those of the data config.
-        values: JSON-like. `reference`: log-probabilities of the documents' targets under a run's reference, nats, [K], where
-            they were computed beforehand.
+        values: JSON-like. `reference`: log-probabilities of the documents' targets under a run's reference, nats, [K],
+            where they were computed beforehand.
     """
 
     documents: list[list[int]]

@@ -3,8 +3,8 @@
     DIRECTORY/entries/KEY/     manifest.json and the files that it lists
     DIRECTORY/locks/KEY        locked while one process looks for the entry or makes it
 
-A key stands for all that prepared rows depend on: the rows' bytes, the tokenizer, the settings and the code that prepares them.
-Settings count unless they are known not to matter, so that a new one counts from its first day.
+A key stands for all that prepared rows depend on: the rows' bytes, the tokenizer, the settings and the code that
+prepares them. Settings count unless they are known not to matter, so that a new one counts from its first day.
 """
 
 import dataclasses
@@ -200,8 +200,8 @@ def _listed(directory: Path) -> Listed:
 def cache_lines(directory: str | None = None, *, clear: bool = False, older_than: float | None = None) -> list[str]:
     """The entries of the cache as lines of a table, and their sum; or, with `clear`, what was deleted.
 
-    A run that has opened an entry keeps reading it; the system frees the space when the run ends. An entry that is being
-    prepared stays.
+    A run that has opened an entry keeps reading it; the system frees the space when the run ends. An entry that is
+    being prepared stays.
 
     Args:
         directory: of the cache; None: the default one.

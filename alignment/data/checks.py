@@ -1,7 +1,7 @@
 """The checks of the data doctor, row by row and in bounded memory: faults of rows and of the tokens made of them.
 
-`Checks` is filled chunk by chunk, also in several processes, and joined. Bad rows and truncation are counted elsewhere, in
-the tally of the preparation; `findings` puts them together.
+`Checks` is filled chunk by chunk, also in several processes, and joined. Bad rows and truncation are counted elsewhere,
+in the tally of the preparation; `findings` puts them together.
 """
 
 import re
@@ -71,7 +71,8 @@ MOJIBAKE = re.compile(
 )  # UTF-8 read as Latin-1 or CP1252
 CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\u202a-\u202e\u2066-\u2069]")
 REFUSAL = re.compile(
-    r"^\W*(?:(?:I['’]m |I am |My )?(?:very |so )?(?:sorry|apolog)|I (?:cannot|can['’]t|can not) (?:help|assist|provide|comply|fulfill)"
+    r"^\W*(?:(?:I['’]m |I am |My )?(?:very |so )?(?:sorry|apolog)|I (?:cannot|can['’]t|can not) "
+    r"(?:help|assist|provide|comply|fulfill)"
     r"|As an AI\b)",
     re.IGNORECASE,
 )
@@ -293,15 +294,15 @@ class Finding:
 class Checks:
     """Unusual rows of one source, and unusual tokens of theirs.
 
-    One object per chunk or process, `add` for each batch of rows, `merge` the objects, `findings` of the whole. Objects can
-    be pickled. Texts cost most of the time (about 0.2 ms for a kilobyte): `weight` makes large data cheap in time and memory,
-    and the numbers estimates.
+    One object per chunk or process, `add` for each batch of rows, `merge` the objects, `findings` of the whole. Objects
+    can be pickled. Texts cost most of the time (about 0.2 ms for a kilobyte): `weight` makes large data cheap in time
+    and memory, and the numbers estimates.
 
     Args:
         tokenizer: that makes the tokens; None: rows are checked as text alone.
         max_length: of a document in tokens; longer ones were cut to it.
-        weight: texts and tokens of one row in this many are looked at, chosen by the hash of its id; copies and contradictions
-            are looked for among the contents of which one hash in this many is a multiple of it.
+        weight: texts and tokens of one row in this many are looked at, chosen by the hash of its id; copies and
+            contradictions are looked for among the contents of which one hash in this many is a multiple of it.
         joined: False where a model reads prompt and response apart.
     """
 

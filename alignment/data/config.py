@@ -22,8 +22,8 @@ OnBadRow = Literal["error", "skip"]
 
 NAME = re.compile(r"[\w.-]+")
 NO_STREAMING = (
-    "data.streaming: sft, reward, dpo and pretrain can train on rows that are not known as a whole, and this cannot; set "
-    "data.streaming=false"
+    "data.streaming: sft, reward, dpo and pretrain can train on rows that are not known as a whole, and this cannot; "
+    "set data.streaming=false"
 )
 
 
@@ -72,9 +72,10 @@ class DataConfig(Settings):
         train: file or Hub id (owner/name, owner/name[split], owner/name:config[split]), or a list of them, or of
             sections `{source, name, weight, max_rows, columns, split, chat_template}`.
         evaluation: held-out rows, likewise; all of them are read, so these sources have no weights.
-        evaluation_share: this share of the prompts of `train` is held out in place of `evaluation`, about 0.01 to 0.1; a
-            hash of a row's prompt (or text) alone decides, so that all rows of one prompt are on one side, and added rows
-            move no other. `max_rows` counts the rows of both sides; limits of lost and cut rows hold for both together.
+        evaluation_share: this share of the prompts of `train` is held out in place of `evaluation`, about 0.01 to 0.1;
+            a hash of a row's prompt (or text) alone decides, so that all rows of one prompt are on one side, and added
+            rows move no other. `max_rows` counts the rows of both sides; limits of lost and cut rows hold for both
+            together.
         split: of a Hub data set that names none itself, or of a directory whose files are named after splits
             (train.jsonl, test-00000-of-00002.parquet, validation/0.csv); a directory without such names is read whole.
         evaluation_split: the same in `evaluation`; None: as `split`.
@@ -89,20 +90,20 @@ class DataConfig(Settings):
         max_rows: the most good rows read of all sources together.
         on_bad_row: report all bad rows and stop, or skip and count them.
         max_length: tokens of prompt and response together.
-        turns: of demonstrations of several assistant turns: train on all of them in one sequence; on the last one; or on
-            each in an example of its own, after the prompt that generation renders (for chat templates that rewrite
+        turns: of demonstrations of several assistant turns: train on all of them in one sequence; on the last one; or
+            on each in an example of its own, after the prompt that generation renders (for chat templates that rewrite
             earlier turns).
-        as_messages: make messages of prompts that are plain text, which then go through the chat template as `generate`,
-            `chat` and `serve` send theirs: Alpaca's instruction and input, the turns of an HH-RLHF dialogue, or the whole
-            prompt, as the user's.
+        as_messages: make messages of prompts that are plain text, which then go through the chat template as
+            `generate`, `chat` and `serve` send theirs: Alpaca's instruction and input, the turns of an HH-RLHF
+            dialogue, or the whole prompt, as the user's.
         max_lost_share: of the rows read.
         max_cut_share: of the rows kept: prompts without their beginning, or responses without their end.
         check: what the data doctor finds is noted in the run; its errors stop the run, are noted too, or it is off.
         processes: that read and tokenize rows side by side; None: one, or one per core for a source of 64 MB or more.
         cache: directory of prepared rows; None: ALIGNMENT_CACHE, else alignment/data in the user's cache directory.
-        streaming: read and tokenize the rows of `train` while the run goes on, and keep nothing of them on disk, for data
-            that does not fit it; a bad row is then found when it is reached. Needs training.max_steps: the number of rows
-            is not known.
+        streaming: read and tokenize the rows of `train` while the run goes on, and keep nothing of them on disk, for
+            data that does not fit it; a bad row is then found when it is reached. Needs training.max_steps: the number
+            of rows is not known.
         shuffle_buffer: with streaming, rows that are read and shuffled together; two such windows are in memory.
     """
 
@@ -143,8 +144,8 @@ class DataConfig(Settings):
         Rule(
             "mixing",
             lambda c: c.mixing != "weights" and _names(each for each in c.sources("train") if each.weight is not None),
-            "is {self.mixing}, which draws by no weights, and these sources have one: {found}; set data.mixing=weights, or "
-            "take the weights out",
+            "is {self.mixing}, which draws by no weights, and these sources have one: {found}; set "
+            "data.mixing=weights, or take the weights out",
         ),
         Rule(
             "temperature", lambda c: c.mixing == "temperature" and c.temperature is None, "is missing: T5 found 2 best"
@@ -157,8 +158,8 @@ class DataConfig(Settings):
         Rule(
             "mixing_maximum",
             lambda c: c.mixing_maximum is not None and c.mixing not in ("proportional", "temperature"),
-            "says nothing with data.mixing={self.mixing}; it caps the sizes that data.mixing=proportional and temperature "
-            "draw by (to read fewer rows, give a source max_rows)",
+            "says nothing with data.mixing={self.mixing}; it caps the sizes that data.mixing=proportional and "
+            "temperature draw by (to read fewer rows, give a source max_rows)",
         ),
         Rule(
             "max_rows",
@@ -185,13 +186,14 @@ class DataConfig(Settings):
         Rule(
             "evaluation_share",
             lambda c: c.evaluation_share is not None and c.streaming,
-            "is chosen among rows that are all read before the run, which data.streaming does not do; name held-out rows by "
-            "data.evaluation, or set data.streaming=false",
+            "is chosen among rows that are all read before the run, which data.streaming does not do; name held-out "
+            "rows by data.evaluation, or set data.streaming=false",
         ),
         Rule(
             "evaluation_split",
             lambda c: c.evaluation_share is not None and c.evaluation_split is not None,
-            "is the split of data.evaluation; take it out, or data.evaluation_share, which holds rows of data.train out",
+            "is the split of data.evaluation; take it out, or data.evaluation_share, which holds rows of data.train "
+            "out",
         ),
         Rule(
             "streaming",
@@ -202,8 +204,8 @@ class DataConfig(Settings):
         Rule(
             "streaming",
             lambda c: c.streaming and any(each.max_rows is not None for each in (c, *c.sources("train"))),
-            "never ends the reading of data, as max_rows does: training.max_steps says how many rows are trained on; leave "
-            "max_rows out, or set data.streaming=false",
+            "never ends the reading of data, as max_rows does: training.max_steps says how many rows are trained on; "
+            "leave max_rows out, or set data.streaming=false",
         ),
     )
 

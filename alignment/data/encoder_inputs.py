@@ -1,11 +1,12 @@
 """Rows as encoders and encoder-decoders read them.
 
 An encoder reads prompt and response as a pair of texts with its special tokens. An empty prompt leaves one text. In the
-examples `mask` marks the second text of a pair, from which `with_segments` makes the segments (transformers: token_type_ids)
-of a batch.
+examples `mask` marks the second text of a pair, from which `with_segments` makes the segments (transformers:
+token_type_ids) of a batch.
 
-Of an encoder-decoder the encoder reads the prompt and the decoder writes the response, each with the special tokens that the
-tokenizer puts around a text alone. An example has both end to end, and collate_for_encoder_decoder cuts them apart.
+Of an encoder-decoder the encoder reads the prompt and the decoder writes the response, each with the special tokens
+that the tokenizer puts around a text alone. An example has both end to end, and collate_for_encoder_decoder cuts them
+apart.
 """
 
 from collections.abc import Sequence
@@ -68,8 +69,8 @@ def encode_responses(
 ) -> tuple[list[Example], Tally]:
     """Each row's prompt with each of its responses; rows of which one gives no token, or equal pairs, are dropped.
 
-    Truncated as decoders' rows are: the prompt loses its beginning first, then each response its end, and special tokens
-    stay whole. `ordered`: rankings whose responses all tie are dropped too.
+    Truncated as decoders' rows are: the prompt loses its beginning first, then each response its end, and special
+    tokens stay whole. `ordered`: rankings whose responses all tie are dropped too.
     """
     if refused := [row.row_id for row in rows if not isinstance(row.prompt, str)]:
         raise refused_rows({MESSAGES: refused})

@@ -254,8 +254,8 @@ def map_in_order(function: Callable[[Input], Result], inputs: Iterable[Input], p
                 yield flying.popleft().result()
         except BrokenProcessPool as error:
             raise UserError(
-                f"one of {processes} processes that prepare data was ended by the system, most likely for lack of memory; "
-                "set data.processes to a smaller number"
+                f"one of {processes} processes that prepare data was ended by the system, most likely for lack of "
+                "memory; set data.processes to a smaller number"
             ) from error
         finally:
             for future in flying:
@@ -324,9 +324,9 @@ def trained_on(train: Rows, held_out: Rows) -> list[str]:
     return list(dict.fromkeys(held_out[int(row)].row_id for row in np.flatnonzero(both)))
 
 
-# A share of the training rows that is held out. The hash depends on the prompt (or document) alone: equal prompts stay on one
-# side, in whatever source they are; a row does not move when rows are added or reordered; a larger share holds out the rows of
-# a smaller one too.
+# A share of the training rows that is held out. The hash depends on the prompt (or document) alone: equal prompts stay
+# on one side, in whatever source they are; a row does not move when rows are added or reordered; a larger share holds
+# out the rows of a smaller one too.
 
 
 def held_out(hashes: np.ndarray, share: float) -> np.ndarray:

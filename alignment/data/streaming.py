@@ -1,13 +1,14 @@
 """Streaming: rows of a source that fits no disk, read, tokenized and shuffled window by window while a run goes on.
 
-Rows are shuffled within windows of `data.shuffle_buffer` successive rows, and files are shuffled per epoch: rows that lie far
-apart in one file never come close. Both orders are functions of (seed, epoch, number of the window), and a window follows
-from the position where it begins: a checkpoint holds a few numbers, and a resumed run reads one window again. In memory is
-one window, for each source of a mixture: about four bytes for each token of its rows and a hundred for each row.
+Rows are shuffled within windows of `data.shuffle_buffer` successive rows, and files are shuffled per epoch: rows that
+lie far apart in one file never come close. Both orders are functions of (seed, epoch, number of the window), and a
+window follows from the position where it begins: a checkpoint holds a few numbers, and a resumed run reads one window
+again. In memory is one window, for each source of a mixture: about four bytes for each token of its rows and a hundred
+for each row.
 
-While a window is trained on, a process of its own reads and tokenizes the next one. Of several ranks each reads all rows,
-tokenizes every so many-th chunk of them, and is given the others' chunks when the window begins: batches do not depend on the
-number of ranks. Draws from several sources by weights are those of stream.py.
+While a window is trained on, a process of its own reads and tokenizes the next one. Of several ranks each reads all
+rows, tokenizes every so many-th chunk of them, and is given the others' chunks when the window begins: batches do not
+depend on the number of ranks. Draws from several sources by weights are those of stream.py.
 """
 
 import ctypes
@@ -117,7 +118,8 @@ class Reader:
         except (EOFError, OSError) as error:
             raise UserError(
                 "data.streaming: the process that reads the next rows was ended by the system, most likely for lack of "
-                "memory; the same command goes on from the newest checkpoint, and a smaller data.shuffle_buffer needs less"
+                "memory; the same command goes on from the newest checkpoint, and a smaller data.shuffle_buffer needs "
+                "less"
             ) from error
         if isinstance(found, Exception):
             raise found
@@ -345,8 +347,8 @@ class StreamedRows(JoinedTables):
         """Notes of a run on streaming."""
         return [
             f"streamed from {sum(map(len, self.files))} files or data sets, shuffled in windows of "
-            f"{self.config.shuffle_buffer} rows; the counts above are of the first rows. All others are checked when they "
-            "are read: a bad row may be found late in the run"
+            f"{self.config.shuffle_buffer} rows; the counts above are of the first rows. All others are checked when "
+            "they are read: a bad row may be found late in the run"
         ]
 
 
@@ -373,8 +375,8 @@ def open_stream(preparation: Preparation, config: DataConfig, tokenizer: Tokeniz
 class StreamedOrder(Generic[Row]):
     """Global batches of streamed rows, `data.mixing` being concatenate or weights.
 
-    A batch is a function of its number. Batches asked for in order cost what their rows cost; any other batch is reached
-    by reading all rows before it, or with `restore`.
+    A batch is a function of its number. Batches asked for in order cost what their rows cost; any other batch is
+    reached by reading all rows before it, or with `restore`.
 
     Args:
         batch_size: rows per batch, over all ranks.
@@ -449,8 +451,8 @@ class StreamedOrder(Generic[Row]):
         state = state or self._unread
         if state["files"] != self.key:
             raise UserError(
-                "data.train: its files are not those of the checkpoint: names or sizes have changed, and a streamed run "
-                "goes on at a position in them; restore the files, or begin in another output directory"
+                "data.train: its files are not those of the checkpoint: names or sizes have changed, and a streamed "
+                "run goes on at a position in them; restore the files, or begin in another output directory"
             )
         for cursor, each in zip(self._cursors, state["cursors"], strict=True):
             cursor.restore(each)

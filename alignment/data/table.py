@@ -2,12 +2,12 @@
 
     tokens     token ids of all documents, end to end                                            int32
     runs       of each document's mask, the lengths of its runs, the first of them of False      int32
-    documents  where the tokens and the runs of each document begin, and where the last ones end int64, [documents + 1, 2]
-    rows       a line of `COLUMNS` for each row, and where the last row ends                     int64, [rows + 1, 7]
+    documents  where the tokens and the runs of each document begin, and where the last ones end int64, [documents + 1,
+    2] rows       a line of `COLUMNS` for each row, and where the last row ends                     int64, [rows + 1, 7]
     values     the name and the values of each row                                               JSON
 
-The bytes stay on disk: what a process has read of them is given back to the system after every few rows, so that memory does
-not grow with the table.
+The bytes stay on disk: what a process has read of them is given back to the system after every few rows, so that memory
+does not grow with the table.
 """
 
 import json
@@ -32,8 +32,8 @@ Manifest = Mapping[str, Any]  # of an entry of the cache: how a table was made
 
 FILES = {"tokens": np.int32, "runs": np.int32, "documents": np.int64, "rows": np.int64, "values": np.uint8}
 # Numbers of a row: where its documents and its bytes of `values` begin; the number of its data row, which may have made
-# several; tokens of its longest document, and of all of them; 1 where its prompt lost its beginning; hash of its prompt.
-# The line after the last row has 0 for all but the first three.
+# several; tokens of its longest document, and of all of them; 1 where its prompt lost its beginning; hash of its
+# prompt. The line after the last row has 0 for all but the first three.
 COLUMNS = ("document", "value", "record", "longest", "total", "cut", "prompt_hash")
 ROWS_KEPT = 32  # decoded before mapped pages are given back; the system maps up to 1 MiB with each row, in large pages
 

@@ -17,7 +17,8 @@ BLEU_COUNTS = [*(f"{what}_{n}" for what in ("matches", "ngrams") for n in range(
 def class_metrics(labels: Sequence[int], predictions: Sequence[int], classes: int) -> dict[str, float]:
     """`accuracy`, `macro_f1`, `matthews`, and for two classes `f1`, that of class 1.
 
-    F1 of a class is 2 right / (labeled + predicted); macro_f1 is the mean over the classes that are labeled or predicted.
+    F1 of a class is 2 right / (labeled + predicted); macro_f1 is the mean over the classes that are labeled or
+    predicted.
     """
     cells = torch.tensor(labels) * classes + torch.tensor(predictions)
     table = torch.bincount(cells, minlength=classes * classes).reshape(classes, classes).double()  # rows: labels
@@ -79,7 +80,8 @@ def bleu_counts(answer: str, accepted: Sequence[str]) -> dict[str, float]:
 def bleu(counts: Sequence[int]) -> float:
     """sacrebleu's BLEU of a corpus, in [0, 100], from the sums of `bleu_counts` over its answers, [10].
 
-    Source: Papineni et al. 2002, "BLEU: a method for automatic evaluation of machine translation"; Post 2018, arXiv:1804.08771.
+    Source: Papineni et al. 2002, "BLEU: a method for automatic evaluation of machine translation"; Post 2018,
+    arXiv:1804.08771.
     """
     from sacrebleu.metrics.bleu import BLEU
 

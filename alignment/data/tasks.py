@@ -60,8 +60,8 @@ class TaskFormat:
     """A task and the form of its inputs and answers, as in `FinetuneConfig`; config.json of a fine-tuned model keeps it.
 
     Attributes:
-        format: "tokenizer": the tokenizer's own special tokens. "gpt1": start, text, extract, or start, text, delimiter,
-            text, extract. "gpt1_similarity": both orders of a pair, so that neither text comes first.
+        format: "tokenizer": the tokenizer's own special tokens. "gpt1": start, text, extract, or start, text,
+            delimiter, text, extract. "gpt1_similarity": both orders of a pair, so that neither text comes first.
 
     Source: Radford et al. 2018, "Improving language understanding by generative pre-training", section 3.3, figure 1.
     """
@@ -105,10 +105,11 @@ def read_labeled(
 ) -> tuple[list[LabeledRow], Tally]:
     """The labeled rows of one or several sources, in order, and the tally of dropped ones.
 
-    Columns by task: classification `text`, `label`; pair_classification `text`, `pair`, `label`; regression `text`, perhaps
-    `pair`, and `label`, a number; token_classification `words`, `labels` (lists of equal length); question_answering
-    `question`, `context`, `answers` (a list of {text, answer_start}, or SQuAD's two lists); multiple_choice `context`,
-    `choices`, `label` (index of the right choice). Of pairs and choices the columns in rows/published.py are known too.
+    Columns by task: classification `text`, `label`; pair_classification `text`, `pair`, `label`; regression `text`,
+    perhaps `pair`, and `label`, a number; token_classification `words`, `labels` (lists of equal length);
+    question_answering `question`, `context`, `answers` (a list of {text, answer_start}, or SQuAD's two lists);
+    multiple_choice `context`, `choices`, `label` (index of the right choice). Of pairs and choices the columns in
+    rows/published.py are known too.
     """
     reader = READERS[task]
     published = PUBLISHED.get(task, lambda row: [row])
@@ -230,8 +231,8 @@ def label_ids(rows: Iterable[LabeledRow], names: Mapping[int, str]) -> dict[str,
 class TaskExample:
     """A row, or one window of it, as token ids.
 
-    The labels are the class or the number; or the class of each token, `IGNORED` where none counts; or first and last token of the answer,
-    0 and 0 where the window does not contain it; or the index of the right choice.
+    The labels are the class or the number; or the class of each token, `IGNORED` where none counts; or first and last
+    token of the answer, 0 and 0 where the window does not contain it; or the index of the right choice.
     """
 
     encoded: tuple[EncodedText, ...]  # its documents: one, both orders of a pair, or one for each choice

@@ -1,8 +1,8 @@
 """Agreement of judges and people on the same items: shares, Cohen's and Fleiss' kappa, Krippendorff's alpha, with intervals.
 
-Labels are the verdicts of winrate.py or the points of a Likert scale, None where a rater gave none. The intervals of shares
-are analytic (`win_rate`), those of coefficients percentiles of a bootstrap; both take items of one cluster, such as
-all items on one prompt, for dependent. Win rates that a judge's errors are taken out of are in corrected.py.
+Labels are the verdicts of winrate.py or the points of a Likert scale, None where a rater gave none. The intervals of
+shares are analytic (`win_rate`), those of coefficients percentiles of a bootstrap; both take items of one cluster, such
+as all items on one prompt, for dependent. Win rates that a judge's errors are taken out of are in corrected.py.
 """
 
 import math
@@ -65,7 +65,8 @@ def mean_figures(values: np.ndarray, clusters: Sequence[Hashable]) -> Figures:
     return {"value": mean, "low": low, "high": high, "n": len(values)}
 
 
-# Coefficients corrected for chance: 1 - observed / expected disagreement, of a sum over items of tables [labels, labels]
+# Coefficients corrected for chance: 1 - observed / expected disagreement, of a sum over items of tables [labels,
+# labels]
 
 
 def cohen_kappa(first: Sequence[Label], second: Sequence[Label], clusters: Sequence[Hashable] | None = None) -> Figures:
@@ -98,8 +99,8 @@ def krippendorff_alpha(
 
     Args:
         labels: of each item those that it was given, in any order; items with fewer than two are left out.
-        level: nominal: two unequal labels disagree, whichever they are. ordinal: by the number of labels that lie between
-            them, as the points of a Likert scale, or a verdict with its ties in the middle.
+        level: nominal: two unequal labels disagree, whichever they are. ordinal: by the number of labels that lie
+            between them, as the points of a Likert scale, or a verdict with its ties in the middle.
         clusters: equal for items that are not independent; None: all are.
 
     Returns:

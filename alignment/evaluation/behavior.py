@@ -67,17 +67,19 @@ class BehaviorConfig(Settings):
         output: directory of results.json and behavior.html.
         tests: files of rows, a case each, or (.yaml) of tests by name; for their keys see `BehaviorCase`.
         expectations: YAML file, name of a test -> keys of a case that its rows lack.
-        classifier: directory of a model that labels texts or pairs of texts, of `alignment finetune` or of transformers.
+        classifier: directory of a model that labels texts or pairs of texts, of `alignment finetune` or of
+            transformers.
         reward_model: directory or Hub name; it scores texts, or prompts with responses.
-        policy: directory or Hub name of a decoder. Without `answers` and `sampling` its score is the log-probability of a
-            text, or of a response to a prompt, in nats. A prompt that is too long for it loses its beginning.
+        policy: directory or Hub name of a decoder. Without `answers` and `sampling` its score is the log-probability of
+            a text, or of a response to a prompt, in nats. A prompt that is too long for it loses its beginning.
         labels: label of the classifier -> label of the tests, equal names need none; several may have the same.
         neutral_label: label of the tests where a classifier's two leave it undecided; see `label_predictions`.
-        answers: of a policy: continuation of the prompt -> label; their log-probabilities give the labels' probabilities.
+        answers: of a policy: continuation of the prompt -> label; their log-probabilities give the labels'
+            probabilities.
         sampling: of a policy: sample a response to each prompt and label it by `patterns`; temperature 0 takes the
             likeliest token.
-        patterns: label -> regular expression; a response has the first label whose expression is found in it, or `none`.
-            The default is `refusal` with phrases that decline, then `answer` for all others.
+        patterns: label -> regular expression; a response has the first label whose expression is found in it, or
+            `none`. The default is `refusal` with phrases that decline, then `answer` for all others.
         as_messages: a prompt is one user message, in the policy's chat template.
         max_length: in tokens, of a text for a classifier; longer ones are cut.
         weights: type that the model is held and computes in; auto: the checkpoint's.
@@ -174,8 +176,8 @@ def refuse_cases(config: BehaviorConfig, cases: Sequence[BehaviorCase]) -> None:
     given = {*labels, *([] if config.neutral_label is None else [str(config.neutral_label)])}
     known = ", ".join(sorted(given)) or "scores alone"
     wrong = [
-        f"{case.test}: expects {', '.join(case.accepted or case.of or ())}, and the model gives {known}; map its labels "
-        "with `labels`, name a neutral_label, or leave the test out"
+        f"{case.test}: expects {', '.join(case.accepted or case.of or ())}, and the model gives {known}; map its "
+        "labels with `labels`, name a neutral_label, or leave the test out"
         for case in cases
         if not (given & set(case.accepted) if case.type == "MFT" else not given or given >= set(case.of or ()))
     ]
@@ -249,8 +251,8 @@ def given_labels(config: BehaviorConfig) -> list[str]:
 def label_predictions(names: Sequence[str], logits: torch.Tensor, neutral: Label | None = None) -> list[Prediction]:
     """The likeliest label of each text and the probability of each label, from logits [n, C] of the names [C].
 
-    Probabilities of equal names are added. `neutral` is the label of a model of two where the probability p of the second
-    one is within 1/6 of 1/2: its probability is then 1 - 3 |p - 1/2|, and the likelier of the two has the rest.
+    Probabilities of equal names are added. `neutral` is the label of a model of two where the probability p of the
+    second one is within 1/6 of 1/2: its probability is then 1 - 3 |p - 1/2|, and the likelier of the two has the rest.
 
     Source: neutral: the notebook `Sentiment.ipynb` of Ribeiro et al. 2020.
     """

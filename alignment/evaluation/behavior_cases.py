@@ -33,19 +33,19 @@ class BehaviorCase(Settings):
 
     Attributes:
         test: name of the test; its cases have the same rule.
-        type: MFT (minimum functionality: the label of every text is right), INV (invariance: no text changes the answer to
-            the first one), DIR (direction: a change in one direction alone is right, or is wrong).
+        type: MFT (minimum functionality: the label of every text is right), INV (invariance: no text changes the answer
+            to the first one), DIR (direction: a change in one direction alone is right, or is wrong).
         examples: texts, or pairs of texts; of INV and DIR the first is the original and the others are its variants.
         capability: what the test is about; failure rates are given for each.
         label: MFT: the expected label, or a list of those that pass.
         accept: MFT: label -> the labels that pass where it is expected.
         change: DIR: what the value of every variant does, compared with the original's.
-        of: INV, DIR: weight of each label in that value, the sum of weight times probability; None: the probability of the
-            label that is predicted for the original. A model that only scores has its score for a value.
+        of: INV, DIR: weight of each label in that value, the sum of weight times probability; None: the probability of
+            the label that is predicted for the original. A model that only scores has its score for a value.
         tolerance: INV, DIR: a smaller change of the value is none; in probability, or in the unit of the score.
         skip: INV, DIR: labels predicted for the original that make the case say nothing.
-        fill: name in the examples, which are Jinja templates then -> its values; all combinations are cases. A value is a
-            text, or names with texts (`{{ city.country }}`).
+        fill: name in the examples, which are Jinja templates then -> its values; all combinations are cases. A value is
+            a text, or names with texts (`{{ city.country }}`).
         where: condition in the same names, in Jinja; other combinations are left out. None: none is.
         max_cases: of more combinations so many are drawn, the same ones each time.
     """
@@ -166,10 +166,10 @@ class CaseResult(NamedTuple):
 def judge_case(case: BehaviorCase, predictions: Sequence[Prediction]) -> CaseResult:
     """A case's result from the predictions for its texts, in order: it fails where one text does.
 
-    MFT fails where a label is not accepted. INV fails where the label differs from the original's and the value by more than
-    the tolerance; for a model that only scores, where the score does. DIR fails where the value falls by more than the
-    tolerance and must not, or does not fall by more and must; likewise rises. The probability of a predicted label cannot
-    fall below 0 nor rise above 1, so that an original within the tolerance of that bound says nothing.
+    MFT fails where a label is not accepted. INV fails where the label differs from the original's and the value by more
+    than the tolerance; for a model that only scores, where the score does. DIR fails where the value falls by more than
+    the tolerance and must not, or does not fall by more and must; likewise rises. The probability of a predicted label
+    cannot fall below 0 nor rise above 1, so that an original within the tolerance of that bound says nothing.
 
     Raises:
         UserError: a value is not finite, which no comparison would tell.

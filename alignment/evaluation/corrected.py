@@ -31,8 +31,9 @@ def corrected_win_rate(
 
     rate = mean of labels + lambda * (mean verdict on the other items - mean verdict on the labeled items)
 
-    with the lambda in [0, 1] of the least variance. The interval is Student's, of labeled clusters less two; its variance
-    takes half an item's disagreement more than was seen, so that a judge who is right on all of ten labels is not certain.
+    with the lambda in [0, 1] of the least variance. The interval is Student's, of labeled clusters less two; its
+    variance takes half an item's disagreement more than was seen, so that a judge who is right on all of ten labels is
+    not certain.
 
     Args:
         verdicts: of the judge for one side, 1, 0.5, 0 or a probability; None where it failed: the item is left out.
@@ -40,17 +41,18 @@ def corrected_win_rate(
         clusters: equal for items that are not independent, such as those on one prompt; None: all are.
 
     Returns:
-        `items` with a verdict, and `labels` of them; the rates `judge` (its verdicts alone: what the interval does not hold is
-        bias), `people` (the labels alone), `corrected`, and `rogan_gladen`, None where the judge's verdicts on won and on lost
-        items differ too little or all clusters but one are labeled: each with `rate`, `low` and `high`, 95 %. `bias`: the
-        judge's mean verdict less people's on the labeled items. `correlation` of both there, 0 where either does not
-        vary. `label_worth`: as many labels alone as one label counts with the judge's verdicts, a ratio of variances.
+        `items` with a verdict, and `labels` of them; the rates `judge` (its verdicts alone: what the interval does not
+        hold is bias), `people` (the labels alone), `corrected`, and `rogan_gladen`, None where the judge's verdicts on
+        won and on lost items differ too little or all clusters but one are labeled: each with `rate`, `low` and `high`,
+        95 %. `bias`: the judge's mean verdict less people's on the labeled items. `correlation` of both there, 0 where
+        either does not vary. `label_worth`: as many labels alone as one label counts with the judge's verdicts, a ratio
+        of variances.
 
     Raises:
         UserError: there are fewer than five labels, or clusters with one, on items that the judge has judged.
 
-    Source: Angelopoulos et al. 2023, PPI++, arXiv:2311.01453, section 6 (their f is the judge); Rogan and Gladen 1978, American
-    Journal of Epidemiology 107, 71-76, with Fieller's interval.
+    Source: Angelopoulos et al. 2023, PPI++, arXiv:2311.01453, section 6 (their f is the judge); Rogan and Gladen 1978,
+    American Journal of Epidemiology 107, 71-76, with Fieller's interval.
     """
     names = range(len(verdicts)) if clusters is None else clusters
     rows = [row for row in zip(verdicts, labels, names, strict=True) if row[0] is not None]
@@ -157,11 +159,12 @@ def _rogan_gladen(judge: np.ndarray, people: np.ndarray, cluster: np.ndarray) ->
 
     mean = lost + rate * (won - lost) + between,   rate = (mean - lost - between) / (won - lost)
 
-    `won` and `lost` are the judge's mean verdicts on items that people decided so (sensitivity and 1 - specificity of a judge
-    without ties), `between` what its verdicts on the others, such as people's ties, are above the line through the two. Fieller's
-    interval, of the rates at which (mean - lost - between) - rate * (won - lost) would just not be told from 0, holds the
-    variance of both the mean and the errors, and widens without end where won - lost is small. It is Student's, of
-    labeled clusters less three, and takes half an item's disagreement more than was seen for won and for lost items.
+    `won` and `lost` are the judge's mean verdicts on items that people decided so (sensitivity and 1 - specificity of a
+    judge without ties), `between` what its verdicts on the others, such as people's ties, are above the line through
+    the two. Fieller's interval, of the rates at which (mean - lost - between) - rate * (won - lost) would just not be
+    told from 0, holds the variance of both the mean and the errors, and widens without end where won - lost is small.
+    It is Student's, of labeled clusters less three, and takes half an item's disagreement more than was seen for won
+    and for lost items.
     """
     from scipy.special import stdtrit
 

@@ -129,8 +129,8 @@ def exceeds_rounding(run: RunLog, errors: Series, *, fp32: float, bf16: float) -
 def sampling_differs(run: RunLog, errors: Series) -> bool:
     """Responses come from another distribution than the policy's, though nothing in the configuration says so.
 
-    Sampling error, nats: the cache sums in another order (1e-5 is usual); bfloat16 holds logits of 16 to 32 in steps of 1/8,
-    and this is the largest difference of all tokens.
+    Sampling error, nats: the cache sums in another order (1e-5 is usual); bfloat16 holds logits of 16 to 32 in steps of
+    1/8, and this is the largest difference of all tokens.
     """
     filtered = run.number("top_p", 1) < 1 or run.number("top_k", 0) > 0 or run.number("min_p", 0) > 0
     configured = filtered or run.number("rollouts_behind", 0) > 0
@@ -140,8 +140,8 @@ def sampling_differs(run: RunLog, errors: Series) -> bool:
 def gradient_spikes(_: RunLog, norms: Series) -> bool:
     """Single updates have gradients far above the usual; the first updates of a new head are large.
 
-    Three norms of 10 times the median, as fewer may be odd rows; or one of 100 times, which moves Adam's second moment for a
-    thousand updates.
+    Three norms of 10 times the median, as fewer may be odd rows; or one of 100 times, which moves Adam's second moment
+    for a thousand updates.
     """
     late = norms.later(0.1)
     usual = np.median(late)
@@ -194,8 +194,8 @@ def length_hacking(run: RunLog, score: Series, length: Series) -> bool:
 def unmoved(_: RunLog, *rewards: Series) -> bool:
     """Chosen and rejected responses are as likely as at the start; implicit rewards of some losses do not begin at 0.
 
-    Noise is that of batches whose rewards differ, so that their mean alone stays where it was. By 0.01, beta times nats of a
-    response, the odds of a pair change by 1 %.
+    Noise is that of batches whose rewards differ, so that their mean alone stays where it was. By 0.01, beta times nats
+    of a response, the odds of a pair change by 1 %.
     """
     return all(max(abs(each.last - each.first), each.noise) < 0.01 for each in rewards)
 
@@ -246,8 +246,9 @@ SYMPTOMS = (  # a cause of others comes before them
     ),
     Symptom(
         "KL negative", SAMPLED, {"kl": kl_negative},
-        "The samples do not come from the policy whose log-probabilities are compared: a colder sampler, a minimum length, "
-        "dropout in one of the two, or a reference at another temperature. The penalty then pays for leaving the reference.",
+        "The samples do not come from the policy whose log-probabilities are compared: a colder sampler, a minimum "
+        "length, dropout in one of the two, or a reference at another temperature. The penalty then pays for leaving "
+        "the reference.",
         (Advice("temperature", 1.0, "the temperature at which the reference was trained"),
          Advice("kl_estimator", "k3", "never negative, where the KL is part of the loss"),
          Advice("training.precision", "fp32", "if sampling_error is large as well")),
@@ -256,15 +257,15 @@ SYMPTOMS = (  # a cause of others comes before them
         "updates too large", SAMPLED,
         {"clip_fraction": lambda _, share: share.windows.max() > 0.3,  # 0.05 to 0.2 is usual (Huang et al. 2024)
          "approx_kl": lambda _, moved: moved.windows.max() > 0.1},  # nats per token; 0.01 to 0.02 is usual as target_kl
-        "The policy leaves the range in which the samples say something about it: the learning rate is too high, or the "
-        "passes over one rollout are too many.",
+        "The policy leaves the range in which the samples say something about it: the learning rate is too high, or "
+        "the passes over one rollout are too many.",
         (THIRD, Advice("epochs", Times(0.5, 1), "fewer passes over each rollout"), TARGET_KL),
     ),
     Symptom(
         "critic lost", SAMPLED,
         {"explained_variance value_loss": lambda _, explained, loss: np.median(explained.later(0.5)) < 0.05},  # a constant: 0
-        "The values are no better than a constant, so the advantages carry the whole noise of the returns: the critic learns "
-        "too slowly to follow the policy, or its steps overshoot where the variance is far below 0.",
+        "The values are no better than a constant, so the advantages carry the whole noise of the returns: the critic "
+        "learns too slowly to follow the policy, or its steps overshoot where the variance is far below 0.",
         (Advice("value_optim.learning_rate", Times(3), "three times its step"),
          Advice("value_warmup_steps", Times(2, 10), "the critic learns first"),
          Advice("value_model", "reward_model", "its trunk has already learned what is scored"),
@@ -292,7 +293,8 @@ SYMPTOMS = (  # a cause of others comes before them
         "score flat", SAMPLED, {"score": lambda _, score: not score.increases()},
         "The policy moves, but not towards the score: the advantages are mostly noise.",
         (Advice("training.batch_size", Times(4), "a quarter of the noise's variance"),
-         Advice("responses_per_prompt", 4, "compares responses to one prompt, which takes out how hard the prompt is"), HALF),
+         Advice("responses_per_prompt", 4, "compares responses to one prompt, which takes out how hard the prompt "
+                                           "is"), HALF),
         unless=("score constant", "score falls", "score flat at the reference"),
     ),
     Symptom(
@@ -309,8 +311,8 @@ SYMPTOMS = (  # a cause of others comes before them
     ),
     Symptom(
         "missing ends", SAMPLED, {"ended_share": lambda _, ended: ended.last < ENDED},
-        "The policy has unlearned to end its responses, the limit is too short, or the starting policy never learned its end "
-        "token (see the chat template and the end tokens of its SFT run).",
+        "The policy has unlearned to end its responses, the limit is too short, or the starting policy never learned "
+        "its end token (see the chat template and the end tokens of its SFT run).",
         (END_PENALTY, Advice("max_new_tokens", Times(2), "room to end")),
     ),
     Symptom(
@@ -323,8 +325,8 @@ SYMPTOMS = (  # a cause of others comes before them
     ),
     Symptom(
         "KL runs away", SAMPLED, {"kl": kl_grows},
-        "The penalty is too weak for this reward, or the steps are too large for it: beyond about 10 nats learned rewards "
-        "stop agreeing with what they stand for.",
+        "The penalty is too weak for this reward, or the steps are too large for it: beyond about 10 nats learned "
+        "rewards stop agreeing with what they stand for.",
         (PENALTY, Advice("kl_target", 6.0, "steers the coefficient towards 6 nats per response"), HALF, TARGET_KL),
     ),
     Symptom(
@@ -334,8 +336,8 @@ SYMPTOMS = (  # a cause of others comes before them
     Symptom(
         "preferences not learned", PAIRS,
         {"accuracy": lambda run, each: each.last < 0.55 and ((margin := run.series_of("margin")) is None or not margin.increases())},
-        "The labels contradict each other or are swapped, the part in which two responses differ is cut off, or the steps "
-        "are too small. `alignment data check` shows tokens and what is cut.",
+        "The labels contradict each other or are swapped, the part in which two responses differ is cut off, or the "
+        "steps are too small. `alignment data check` shows tokens and what is cut.",
         (FIVE_TIMES, LENGTH),
         unless=("policy did not move",),
     ),
@@ -357,7 +359,8 @@ SYMPTOMS = (  # a cause of others comes before them
     ),
     Symptom(
         "loss flat", ("rows",), {"loss": lambda _, loss: not loss.decreases()},
-        "Nothing is learned that shows: the steps are too small, or the rows hold nothing that the model does not know.",
+        "Nothing is learned that shows: the steps are too small, or the rows hold nothing that the model does not "
+        "know.",
         (FIVE_TIMES,),
         unless=("loss rises",),
     ),
@@ -366,7 +369,8 @@ SYMPTOMS = (  # a cause of others comes before them
         {"chosen_reward margin":
             lambda _, chosen, margin: chosen.first - chosen.last > max(margin.last - margin.first, 1.0)},
         "The pairs are told apart by making both responses unlikely; the probability goes to texts that nobody judged.",
-        (Advice("sft_coef", 0.2, "keeps the chosen responses likely"), Advice("beta", Times(2), "a stronger pull to the reference"),
+        (Advice("sft_coef", 0.2, "keeps the chosen responses likely"), Advice("beta", Times(2), "a stronger pull to "
+                                                                                                "the reference"),
          HALF),
     ),
 )  # fmt: skip

@@ -23,10 +23,11 @@ class EndpointConfig(ServiceSpec):
         model: its name there.
         max_tokens: longest answer of a judge; a contestant's is max_new_tokens.
         reasons: a judge writes its reasons before its answer; raise max_tokens for it.
-        logprobs: a judge's verdict is read from the log-probabilities of the first token and not from the text, where the
-            service gives them (20 top_logprobs).
+        logprobs: a judge's verdict is read from the log-probabilities of the first token and not from the text, where
+            the service gives them (20 top_logprobs).
         parameters: further parameters of the request; null leaves one of ours out.
-        input_price, output_price: of a million tokens, in any currency, to foretell and sum up the cost; None: not told.
+        input_price, output_price: of a million tokens, in any currency, to foretell and sum up the cost; None: not
+            told.
     """
 
     model: str
@@ -60,20 +61,21 @@ class JudgeConfig(Settings):
     """Who judges, and how: a base class of every config that has a judge.
 
     Attributes:
-        judge: required. reward_model (given as `reward_model` or several as `reward_models`), model (a language model by
-            the log-probabilities of its answers, given as `judge_model`), endpoint (a chat model behind a URL), verdicts
-            (a file filled in by people or another program), longer (the longer response: a baseline for judges), gold (the
-            true reward of the hotel data set, for its prompts only).
+        judge: required. reward_model (given as `reward_model` or several as `reward_models`), model (a language model
+            by the log-probabilities of its answers, given as `judge_model`), endpoint (a chat model behind a URL),
+            verdicts (a file filled in by people or another program), longer (the longer response: a baseline for
+            judges), gold (the true reward of the hotel data set, for its prompts only).
         reward_model: directory of the judging reward model; with another judge it gives each model's mean proxy score.
         reward_models: directories of several, for judge=reward_model: the verdict is that of most of them, and the win
             rate by each is told beside it.
-        judge_model: directory or Hub name of the judging language model; its own chat template is used where it has one.
+        judge_model: directory or Hub name of the judging language model; its own chat template is used where it has
+            one.
         endpoint: the service of judge=endpoint.
         verdicts: file of verdicts for judge=verdicts; if it does not exist, it is written as a form to fill in. The
             next start reads the responses that were shown, whatever its seed and weights.
         judge_template: of the question to a language model: pairwise, summary (two responses, one letter), rubric,
-            summary_rubric (one response, 1 to 7; the higher rating wins), or a file with {prompt}, {first} and {second},
-            or with {prompt} and {response}.
+            summary_rubric (one response, 1 to 7; the higher rating wins), or a file with {prompt}, {first} and
+            {second}, or with {prompt} and {response}.
         ties: a language model may call a tie.
         tie_margin: largest difference of scores, ratings or probabilities that is a tie.
         max_failed_share: largest share of items that the judge may fail on; the others are then judged alone.
@@ -96,10 +98,10 @@ class JudgeConfig(Settings):
         Rule(
             "judge",
             lambda c: c.judge is None,
-            "is missing; say who judges: judge=reward_model with reward_model=DIR (one that no policy was trained against), "
-            "judge=model with judge_model=DIR (a language model), judge=endpoint with endpoint.url and endpoint.model, "
-            "judge=verdicts with verdicts=FILE (filled in by people), or judge=longer (the longer response wins); "
-            "judge=gold is for prompts of the generated hotel world alone",
+            "is missing; say who judges: judge=reward_model with reward_model=DIR (one that no policy was trained "
+            "against), judge=model with judge_model=DIR (a language model), judge=endpoint with endpoint.url and "
+            "endpoint.model, judge=verdicts with verdicts=FILE (filled in by people), or judge=longer (the longer "
+            "response wins); judge=gold is for prompts of the generated hotel world alone",
         ),
         Rule(
             "reward_model",
@@ -161,8 +163,8 @@ class WinRateConfig(JudgeConfig):
         baseline: the name of the contestant that the others are compared with.
         data: prompts; those longer than `data.max_length` tokens are truncated on the left.
         output: directory of the results, and of the responses and judgments, which a later start reads again.
-        labels: file of verdicts of people on some of the items, such as a form that was filled in or labels.jsonl: beside the
-            judge's win rate, `by_people` is the one corrected by them.
+        labels: file of verdicts of people on some of the items, such as a form that was filled in or labels.jsonl:
+            beside the judge's win rate, `by_people` is the one corrected by them.
         reference: name among `models` to measure the KL from; None: the baseline. KL is measured only between models
             with the same vocabulary.
         text: held-out running text for each model's language-model loss.

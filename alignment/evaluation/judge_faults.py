@@ -21,8 +21,8 @@ BY_LENGTH = 0.6  # share of the items that the longer response wins beyond which
 
 KINSHIP = (  # of a language model, and of a reward model
     "the model of {kin}, or one that it was trained from, and may prefer its own kind",
-    "the reward model that {kin} was trained against or chosen by: its verdicts show what it was optimized for, not what "
-    "people prefer",
+    "the reward model that {kin} was trained against or chosen by: its verdicts show what it was optimized for, not "
+    "what people prefer",
 )
 
 

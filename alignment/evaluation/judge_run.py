@@ -50,8 +50,9 @@ class JudgeEvalConfig(JudgeConfig, LabelColumns):
         labels: file of rows with people's labels, or several: judgments, votes for models, comparisons, or rows of two
             responses whose columns `columns` names. With several files, figures are given for each.
         output: directory of results.json and judge.html, and of the judge's calls, which a later start reads again.
-        verdicts: for judge=verdicts: a column of the rows, or a file (.jsonl, .csv, ...) of the judge's verdicts, rows of a
-            known form with the same ids. Those on items that no person has judged count too: they narrow the corrected win rates.
+        verdicts: for judge=verdicts: a column of the rows, or a file (.jsonl, .csv, ...) of the judge's verdicts, rows
+            of a known form with the same ids. Those on items that no person has judged count too: they narrow the
+            corrected win rates.
         width: of a 95 % interval of a win rate, for which the labels needed are counted; 0.1 is +- 5 points.
     """
 
@@ -203,8 +204,8 @@ def win_rate_figures(judged: Judged, width: float) -> Figures:
     """Corrected win rates of the first model of each pair, and the labels that an interval takes.
 
     The correlation of judge and people is that within pairs of models, and around one half where no models are named.
-    It is at most that of half an item's disagreement, and None with fewer than five labeled clusters; `unlabeled` are the
-    pairs of models with fewer.
+    It is at most that of half an item's disagreement, and None with fewer than five labeled clusters; `unlabeled` are
+    the pairs of models with fewer.
     """
     pairs = dict[str, Figures]()
     rest = list[np.ndarray]()
@@ -272,7 +273,8 @@ def show_results(path: Path, results: Figures) -> None:
             "Win rates",
             "Win rate of the first model of each pair: by the judge on all items, by people's labels on "
             "some, and corrected: the labels' rate with the judge's verdicts on the other items (prediction-powered). "
-            "Rogan-Gladen's takes the judge's errors alone from the labels; a dash: they are too many, or too little known.",
+            "Rogan-Gladen's takes the judge's errors alone from the labels; a dash: they are too many, or too little "
+            "known.",
             tables=[table_of(results["pairs"])],
         ),
     ]
@@ -290,16 +292,17 @@ def judge_sentences(results: Figures) -> list[str]:
     labels = results["labels"]
     error = results["error"]
     found = [
-        f"Of {results['items']} items people have judged {results['labeled']}, {results['without_majority']} of them without a "
-        f"majority; the judge failed on {results['failures']}."
+        f"Of {results['items']} items people have judged {results['labeled']}, {results['without_majority']} of them "
+        f"without a majority; the judge failed on {results['failures']}."
     ]
     if judge["with_ties"] is not None:
         agreed = format_share(judge["with_ties"])
         found.append(f"The judge gives the verdict of most people on {agreed}, kappa {format_cell(judge['kappa'])}.")
     if error is not None:
         found.append(
-            f"Over {error['n']} pairs of models the judge's win rate is {100 * error['mean']:.1f} points off people's on the "
-            f"same items in the mean, {100 * error['largest']:.1f} at most: compare models by the corrected rate."
+            f"Over {error['n']} pairs of models the judge's win rate is {100 * error['mean']:.1f} points off people's "
+            f"on the same items in the mean, {100 * error['largest']:.1f} at most: compare models by the corrected "
+            "rate."
         )
     few = f"people have labeled fewer than {MIN_LABELS} items, or prompts"
     if results["unlabeled"]:
@@ -310,6 +313,7 @@ def judge_sentences(results: Figures) -> list[str]:
     found.append(
         f"Beside the judge's verdicts one label of people counts as {format_cell(labels['worth'])} (correlation "
         f"{labels['correlation']:.2f}): a correction takes the judge's bias out and replaces no labels. An interval of "
-        f"{100 * labels['width']:g} points takes {labels['needed']} labels with the judge and {labels['without_judge']} without."
+        f"{100 * labels['width']:g} points takes {labels['needed']} labels with the judge and "
+        f"{labels['without_judge']} without."
     )
     return found

@@ -51,8 +51,8 @@ class JudgeResult:
 
     Attributes:
         win_rate: of ours, over the items that were judged.
-        inconsistent: `count` and share of items whose two orders disagreed, of those that were judged in both, of people few;
-            they count half and narrow no interval, see `win_rate`.
+        inconsistent: `count` and share of items whose two orders disagreed, of those that were judged in both, of
+            people few; they count half and narrow no interval, see `win_rate`.
         position_bias: mean verdict for the response shown first, over both orders of the judged items; 0.5 is no bias.
         longer_preferred, length_slope: how the verdicts go with the lengths, see `length_effect`.
         failures: items without a verdict, in no rate.
@@ -95,8 +95,8 @@ def compare(
     if not judged or merged.failures > max_failed_share * n:
         raise UserError(
             f"the judge failed on {merged.failures} of {n} items; at most {max_failed_share:.0%} may fail, "
-            "since failures are seldom a fair sample. Check the items that it could not judge, or raise max_failed_share"
-            + (". ".join(["", *judge.faults()]) if isinstance(judge, LoggedJudge) else "")
+            "since failures are seldom a fair sample. Check the items that it could not judge, or raise "
+            "max_failed_share" + (". ".join(["", *judge.faults()]) if isinstance(judge, LoggedJudge) else "")
         )
     if isinstance(judge, PeopleJudge):
         leads, contradictions = judge.orders(prompts, ours, baseline)
@@ -145,9 +145,9 @@ def length_effect(
 ) -> dict[str, Figures | None]:
     """The share of items that the longer response wins, and the slope of the verdicts over the lengths' log2 ratio.
 
-    The slope is the change of the win rate for a response twice as long as the other, by least squares with an intercept,
-    which takes up how much better one side is on the whole; its interval is +- 1.96 cluster-robust standard errors. A better
-    response is often a longer one: neither figure alone is a fault. Lengths are in characters.
+    The slope is the change of the win rate for a response twice as long as the other, by least squares with an
+    intercept, which takes up how much better one side is on the whole; its interval is +- 1.96 cluster-robust standard
+    errors. A better response is often a longer one: neither figure alone is a fault. Lengths are in characters.
 
     Args:
         clusters: names of the judged items' clusters, see `clustered_error`.
@@ -240,8 +240,8 @@ def build_judge(
     """The judge that a config names; `usage()` of a `LoggedJudge`, or `summary()` of people, is for the results.
 
     Args:
-        directory: where its calls are kept, in `judgments.jsonl` (and `ratings.jsonl` for a rubric), and read again by the
-            next start; None: in memory.
+        directory: where its calls are kept, in `judgments.jsonl` (and `ratings.jsonl` for a rubric), and read again by
+            the next start; None: in memory.
         scorers: scores by reward models that are known already, by their directories.
         hashes: of the models' files by directory, where they are known already.
 

@@ -4,8 +4,8 @@ A row says which two texts were shown in which order, and the verdict for the on
 
     {"id": ..., "prompt": ..., "first": ..., "second": ..., "verdict": 1 | 0.5 | 0 | null, "judge": ..., ...}
 
-`null` is a call whose answer cannot be read. Forms for people, the labels that people gave and the log of a judge's calls
-are all files of such rows.
+`null` is a call whose answer cannot be read. Forms for people, the labels that people gave and the log of a judge's
+calls are all files of such rows.
 """
 
 import json
@@ -25,8 +25,8 @@ from alignment.files import explain_full_disk, hash_of
 
 TEXTS = ("id", "first", "second")
 NO_PAIR = (
-    "; a label of one or of more than two responses is no verdict on a pair: leave such rows out, or let people judge the "
-    "form of `evaluate winrate`, which holds pairs alone"
+    "; a label of one or of more than two responses is no verdict on a pair: leave such rows out, or let people judge "
+    "the form of `evaluate winrate`, which holds pairs alone"
 )
 VERDICTS = (WIN, TIE, LOSS, None)
 COUNTS = ("prompt_tokens", "answer_tokens", "seconds")  # of a call, which a row may lack
@@ -153,8 +153,9 @@ def whole_rows(path: Path, *, mend: bool = False) -> list[RawRow]:
 class RowLog:
     """A file of JSON lines to which each row is appended at once, and the rows that are in it.
 
-    A kill costs the rows that are not yet given; a line that it tears is taken out by the next start. Threads may append at
-    the same time. Without a path the rows are in memory alone. `problem_of` gives the reason why a row is refused.
+    A kill costs the rows that are not yet given; a line that it tears is taken out by the next start. Threads may
+    append at the same time. Without a path the rows are in memory alone. `problem_of` gives the reason why a row is
+    refused.
     """
 
     def __init__(self, path: Path | None = None, problem_of: Callable[[RawRow], str] = lambda row: row.problem):

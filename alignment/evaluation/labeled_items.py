@@ -7,7 +7,8 @@ Rows that need no mapping of columns, known by a column that only they have:
     winner     votes: question_id, turn, model_a, model_b, winner (model_a, model_b, tie), judge
     chosen     comparisons: prompt, chosen, rejected, or whole dialogues as in HH-RLHF
 
-Rows on one item, of the same id and sides in either order, are put together. Figures are in judge_run.py and ratings_run.py.
+Rows on one item, of the same id and sides in either order, are put together. Figures are in judge_run.py and
+ratings_run.py.
 """
 
 from collections import defaultdict
@@ -61,13 +62,13 @@ class LabelColumns(Settings):
     """The columns of labeled rows, and the meaning of a label.
 
     Attributes:
-        columns: ours -> the file's, where the form of the rows does not say: id, prompt, first and second (the responses),
-            label (people's; several columns are several people), annotator (who gave it), first_model and second_model, or
-            pair (one name for both), subset, cluster (equal for rows that are not independent; the prompt where there is
-            none). Several columns of a text are joined.
-        values: a label as it is written -> 1, 0.5 or 0 for the first response, beside 1, model_a or first, 2, model_b or
-            second, the name of a model or of its column, tie, and 0 for a tie where there are 1 and 2; in a column `verdict`
-            or `outcome` 1, 0.5 and 0 stand for themselves.
+        columns: ours -> the file's, where the form of the rows does not say: id, prompt, first and second (the
+            responses), label (people's; several columns are several people), annotator (who gave it), first_model and
+            second_model, or pair (one name for both), subset, cluster (equal for rows that are not independent; the
+            prompt where there is none). Several columns of a text are joined.
+        values: a label as it is written -> 1, 0.5 or 0 for the first response, beside 1, model_a or first, 2, model_b
+            or second, the name of a model or of its column, tie, and 0 for a tie where there are 1 and 2; in a column
+            `verdict` or `outcome` 1, 0.5 and 0 stand for themselves.
         annotators: regular expression that the whole name of a person matches whose labels count.
         on_bad_row: of comparisons: report all bad rows and stop, or skip and count them.
     """

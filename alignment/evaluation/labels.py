@@ -254,8 +254,8 @@ class LabelSession:
         rated = self.ratings or len(label.responses) == 1
         if not label.ranks or bool(label.ratings) != rated or not set().union(*label.flags) <= set(self.flags):
             raise UserError(
-                "the answer is not whole: each response needs its place, a rating where one is asked for, and no marks but "
-                f"{', '.join(self.flags)}"
+                "the answer is not whole: each response needs its place, a rating where one is asked for, and no marks "
+                f"but {', '.join(self.flags)}"
             )
         with self._lock:
             log = RowLog(self.path)  # made anew, it mends what a full disk left of the last line
@@ -309,8 +309,8 @@ def agreement_lines(labels: Iterable[Label]) -> list[str]:
 def pair_verdicts(labels: Iterable[Label]) -> dict[tuple[str, ...], float]:
     """Id and two texts -> 1, 0.5 or 0 for the first of them, of every pair of responses that was compared or ranked.
 
-    The texts of a pair stand in the order of their hashes, which is as good as drawn: chance agreement, which kappa takes
-    away, is then that of judges who prefer neither side.
+    The texts of a pair stand in the order of their hashes, which is as good as drawn: chance agreement, which kappa
+    takes away, is then that of judges who prefer neither side.
     """
     return {
         (label.id, one, other): verdict(place, lower)

@@ -128,9 +128,9 @@ def pair_log_probs(model: Model, pairs: Sequence[Example]) -> Tensor:
 def compare_pairs(policy: Tensor, reference: Tensor) -> dict[str, float]:
     """Means over held-out comparisons, nats; they compare policies whatever losses they were trained with.
 
-    A change is the policy's log-probability of the whole response minus the reference's; below 0 the chosen responses were
-    displaced. `margin` is the change of the chosen minus that of the rejected response, `accuracy` the share of pairs with a
-    margin above 0, half of those with 0.
+    A change is the policy's log-probability of the whole response minus the reference's; below 0 the chosen responses
+    were displaced. `margin` is the change of the chosen minus that of the rejected response, `accuracy` the share of
+    pairs with a margin above 0, half of those with 0.
 
     Args:
         policy, reference: log-probabilities of the same pairs, [n, 2] each, as from `pair_log_probs`.

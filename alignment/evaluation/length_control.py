@@ -40,15 +40,15 @@ def length_controlled_win_rate(
     P(ours) = sigmoid(theta + phi tanh(d_i / sd(d)) + psi g_i), rate = mean of sigmoid(theta + psi g_i), where d is the
     difference of lengths and g the difficulty.
 
-    The interval is that of the rate's log odds, cluster-robust, the rows being a sample. It widens where nearly all responses
-    are longer, or shorter, than the baseline's: the rate is then an extrapolation, which a `prior` holds.
+    The interval is that of the rate's log odds, cluster-robust, the rows being a sample. It widens where nearly all
+    responses are longer, or shorter, than the baseline's: the rate is then an extrapolation, which a `prior` holds.
 
     Args:
         preferences: 1.0 won, 0.5 tied, 0.0 lost, or a probability that ours is preferred, [n].
         lengths: of our responses, in characters or tokens, [n].
         baseline_lengths: of the baseline's responses, [n].
-        difficulty: of each instruction for any model, such as from a joint regression of many models, log odds, [n]; None:
-            left out, and a difficulty that goes with length remains in the rate.
+        difficulty: of each instruction for any model, such as from a joint regression of many models, log odds, [n];
+            None: left out, and a difficulty that goes with length remains in the rate.
         clusters: name of each row's cluster, as in `win_rate`, [n].
         prior: mean and standard deviation of a normal prior of the coefficient of "length" or "difficulty".
         contradictory: True of rows whose two orders contradict each other, see `fit_outcomes`, [n].
@@ -56,8 +56,9 @@ def length_controlled_win_rate(
     Raises:
         UserError: columns that do not fit together, collinear ones, a separation, too few clusters, ties alone.
 
-    Source: Dubois et al. 2024, arXiv:2404.04475, eq. 1 (their lengths are baseline minus model, so that phi has the other
-    sign; they hold phi and psi by rows of the baseline against its longer and shorter versions, here by the prior).
+    Source: Dubois et al. 2024, arXiv:2404.04475, eq. 1 (their lengths are baseline minus model, so that phi has the
+    other sign; they hold phi and psi by rows of the baseline against its longer and shorter versions, here by the
+    prior).
     """
     from scipy.sparse import csr_array
     from scipy.special import expit, logit

@@ -1,8 +1,8 @@
 """A judge whose answers are rows of a log, so that no call is made twice. The judges that are asked are in language_judges.py.
 
-Every answer is a row as soon as it is there (see judgments.py), under a key of its content: the judge, the question and the
-texts in their order. An answer that cannot be read is kept with `verdict: null`; a call without an answer (no connection,
-status 500 after the retries) is not written, and the next start makes it again.
+Every answer is a row as soon as it is there (see judgments.py), under a key of its content: the judge, the question and
+the texts in their order. An answer that cannot be read is kept with `verdict: null`; a call without an answer (no
+connection, status 500 after the retries) is not written, and the next start makes it again.
 """
 
 import sys
@@ -140,7 +140,8 @@ class LoggedJudge:
             failures = self.failures[before:]
             raise UserError(
                 f"{self.name}: no answer to {len(failures)} of {count} calls: {_counts(Counter(failures))}; at most "
-                f"{self.max_failed_share:.0%} may fail. What was answered is kept in {self.log.path}: the next start asks the rest"
+                f"{self.max_failed_share:.0%} may fail. What was answered is kept in {self.log.path}: the next start "
+                "asks the rest"
             )
 
     def _row(self, key: str, call: Call, value: float | str | None, more: Mapping[str, object]) -> Mapping[str, object]:

@@ -42,8 +42,8 @@ class PeopleJudge:
         if asked and not any(self.of_people(pair) for pair in asked):
             raise UserError(
                 f"{self.path}: its verdicts are on other prompts or responses, none on these {len(prompts)}; put the "
-                "responses.jsonl and sampling.json that it was made from into the output directory, or let another file "
-                "be written as a form"
+                "responses.jsonl and sampling.json that it was made from into the output directory, or let another "
+                "file be written as a form"
             )
         return [TIE if pair[1] == pair[2] else majority_verdict(list(self.of_people(pair).values())) for pair in pairs]
 
@@ -108,12 +108,13 @@ def write_annotation_form(path: Path, prompts: Sequence[Prompt], ours: Sequence[
 def file_judge(path: Path) -> PeopleJudge:
     """People's verdicts from a file of judgment rows (.jsonl or .jsonl.gz), such as a form that was filled in.
 
-    Rows are told apart by `judge`, the person's name. Of a named person's verdicts on the same pair in the same order the
-    last one counts, as labels are appended. How many rows are filled in is printed on standard error where some are not.
+    Rows are told apart by `judge`, the person's name. Of a named person's verdicts on the same pair in the same order
+    the last one counts, as labels are appended. How many rows are filled in is printed on standard error where some are
+    not.
 
     Raises:
-        UserError: rows that are no judgments, or two different ones of nobody named on one pair, with file:line; no verdict
-            is filled in. The judge raises it where the file holds none of the pairs that it is asked about.
+        UserError: rows that are no judgments, or two different ones of nobody named on one pair, with file:line; no
+            verdict is filled in. The judge raises it where the file holds none of the pairs that it is asked about.
     """
     path = Path(path)
     rows = read_judgments(path)
@@ -130,8 +131,8 @@ def file_judge(path: Path) -> PeopleJudge:
     filled = sum(row.verdict is not None for row in places.values())
     if not filled:
         problems.append(
-            f"{filled} of {len(places)} verdicts are filled in in {path}: write 1, 0.5 or 0 for the response shown first as "
-            "each row's `verdict`, and run this again"
+            f"{filled} of {len(places)} verdicts are filled in in {path}: write 1, 0.5 or 0 for the response shown "
+            "first as each row's `verdict`, and run this again"
         )
     raise_all(problems)
     if filled < len(places):

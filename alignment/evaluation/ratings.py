@@ -87,15 +87,16 @@ def bradley_terry_ratings(
     Args:
         rows: (model_a, model_b, outcome), outcome 1 / 0.5 / 0 for model_a; with ties="half" also a probability.
         ties: half (half a win for each), davidson, rao_kupper: the probability of a tie is part of the model.
-        covariates: name -> what model_a's response has more of than model_b's, [n], such as length. Ratings are then those at
-            equal covariates; a column of ones is an advantage of being shown first.
+        covariates: name -> what model_a's response has more of than model_b's, [n], such as length. Ratings are then
+            those at equal covariates; a column of ones is an advantage of being shown first.
         clusters: name of each row's cluster, such as its prompt, [n]; None: rows are independent.
         contradictory: True of ties that stand for two orders of a judge that contradict each other, [n]: they count
             half, and narrow no interval, see `fit_outcomes`.
 
     Raises:
-        UserError: rows that are no battles; models that the battles do not connect; models without a finite rating, such as
-            one that never wins; collinear covariates; fewer clusters than models; ties="davidson" or "rao_kupper" without a tie.
+        UserError: rows that are no battles; models that the battles do not connect; models without a finite rating,
+            such as one that never wins; collinear covariates; fewer clusters than models; ties="davidson" or
+            "rao_kupper" without a tie.
 
     Source: Bradley and Terry 1952, Biometrika 39, 324-345; ties: see regression.py.
     """
@@ -142,10 +143,10 @@ def elo_ratings(
 ) -> Ratings:
     """Elo's ratings after the battles in their order: each moves both models by k (outcome - expected outcome).
 
-    expected outcome of model_a = 1 / (1 + 10^((R_b - R_a) / 400)); all start at 1000. The order of the rows matters, unlike
-    in `bradley_terry_ratings`, and the last ones count most, the more so the larger k is. Intervals are the 2.5 % and 97.5 %
-    quantiles of the ratings with rows (or clusters) drawn again, each as often as a Poisson variable of mean 1 says, in the
-    same order; contradictory rows are tosses of a coin there.
+    expected outcome of model_a = 1 / (1 + 10^((R_b - R_a) / 400)); all start at 1000. The order of the rows matters,
+    unlike in `bradley_terry_ratings`, and the last ones count most, the more so the larger k is. Intervals are the 2.5
+    % and 97.5 % quantiles of the ratings with rows (or clusters) drawn again, each as often as a Poisson variable of
+    mean 1 says, in the same order; contradictory rows are tosses of a coin there.
 
     Args:
         rows, clusters, contradictory: as of `bradley_terry_ratings`.

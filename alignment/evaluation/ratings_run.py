@@ -59,17 +59,19 @@ class RatingsConfig(Settings):
     """Settings of ratings.
 
     Attributes:
-        output: directory of results.json, ratings.html, and of the judgments of a tournament, which a later start reads again.
-        battles: file, directory or glob of battles (.jsonl, .jsonl.gz, .csv, .json, .parquet): model_a, model_b, and outcome
-            (1, 0.5, 0 for model_a) or winner (model_a, model_b, tie...); or judgments (first_model, second_model, verdict).
+        output: directory of results.json, ratings.html, and of the judgments of a tournament, which a later start reads
+            again.
+        battles: file, directory or glob of battles (.jsonl, .jsonl.gz, .csv, .json, .parquet): model_a, model_b, and
+            outcome (1, 0.5, 0 for model_a) or winner (model_a, model_b, tie...); or judgments (first_model,
+            second_model, verdict).
         tournament: responses and a judge instead of battles.
-        columns: names of the columns where they are others: model_a, model_b, outcome, cluster. A winner may also be the
-            name of a model, or of its column, such as left. Rows of one cluster, such as a prompt, are not independent; of judgments
-            it is their `id`.
+        columns: names of the columns where they are others: model_a, model_b, outcome, cluster. A winner may also be
+            the name of a model, or of its column, such as left. Rows of one cluster, such as a prompt, are not
+            independent; of judgments it is their `id`.
         method: bradley_terry, or elo, which counts the last battles most.
         ties: half (half a win for each side), davidson, rao_kupper; for bradley_terry.
-        covariates: name -> the columns of model_a and of model_b of what ratings are to be held equal in: numbers, or texts,
-            in which length, headers, lists and bold are measured. Each pair's value is (a - b) / (a + b).
+        covariates: name -> the columns of model_a and of model_b of what ratings are to be held equal in: numbers, or
+            texts, in which length, headers, lists and bold are measured. Each pair's value is (a - b) / (a + b).
         leave_out: models whose battles are left out.
         k: points that a battle moves at most, for elo.
         seed: of Elo's bootstrap.
@@ -289,8 +291,9 @@ def play_tournament(config: TournamentConfig, ratings: RatingsConfig) -> tuple[l
         )
     models = [name for name in rows[0]["responses"] if name not in ratings.leave_out]
     raise_all(
-        f"{raw.location}: has responses of {', '.join(row['responses'])}, where the first row has {', '.join(rows[0]['responses'])}; "
-        "give every model's response in each row, or leave models out by `leave_out`"
+        f"{raw.location}: has responses of {', '.join(row['responses'])}, where the first row has "
+        f"{', '.join(rows[0]['responses'])}; give every model's response in each row, or leave models out by "
+        "`leave_out`"
         for raw, row in zip(read, rows, strict=True)
         if set(row["responses"]).difference(ratings.leave_out) != set(models)
     )

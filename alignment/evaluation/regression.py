@@ -1,6 +1,7 @@
 """Regressions of the outcomes of pairs on what differs between their two sides, with cluster-robust covariance.
 
-For length_control.py, whose columns are those of one model against a baseline, and ratings.py, whose columns are models.
+For length_control.py, whose columns are those of one model against a baseline, and ratings.py, whose columns are
+models.
 """
 
 import math
@@ -76,10 +77,11 @@ def outcome_log_probs(eta: Tensor, tau: Tensor, outcomes: Tensor, ties: Ties) ->
 
     half:        P(win) = sigmoid(eta); an outcome in (0, 1), such as a tie's 1/2, is that share of a win.
     davidson:    P(win) : P(tie) : P(loss) = exp(eta / 2) : exp(tau) : exp(-eta / 2).
-    rao_kupper:  P(win) = sigmoid(eta - tau), P(loss) = sigmoid(-eta - tau), and P(tie) = (exp(2 tau) - 1) P(win) P(loss).
+    rao_kupper:  P(win) = sigmoid(eta - tau), P(loss) = sigmoid(-eta - tau), and P(tie) = (exp(2 tau) - 1) P(win)
+    P(loss).
 
-    Source: Davidson 1970, JASA 65, 317-328 (nu is exp(tau), pi_i / pi_j is exp(eta)); Rao and Kupper 1967, JASA 62, 194-204
-    (theta is exp(tau), above 1).
+    Source: Davidson 1970, JASA 65, 317-328 (nu is exp(tau), pi_i / pi_j is exp(eta)); Rao and Kupper 1967, JASA 62,
+    194-204 (theta is exp(tau), above 1).
     """
     if ties == "half":
         return outcomes * eta - torch.logaddexp(eta, torch.zeros_like(eta))
@@ -151,8 +153,8 @@ def fit_outcomes(
         if points[0].abs().max() > LARGEST_LOG_ODDS:
             break
     raise UserError(
-        "the outcomes have no finite fit: some of them follow without an error from the columns of the regression; take "
-        "more rows, or leave a covariate out"
+        "the outcomes have no finite fit: some of them follow without an error from the columns of the regression; "
+        "take more rows, or leave a covariate out"
     )
 
 
@@ -176,7 +178,8 @@ def refuse_collinear(design: "csr_array", names: Sequence[str]) -> None:
 
     every = np.arange(len(gram))
     raise_all(
-        f"{name!r} follows from the models and the other columns, or is 0: its effect cannot be told from theirs; leave it out"
+        f"{name!r} follows from the models and the other columns, or is 0: its effect cannot be told from theirs; "
+        "leave it out"
         for column, name in zip(every[-len(names) :], names, strict=True)
         if rank(np.delete(every, column)) == rank(every)
     )

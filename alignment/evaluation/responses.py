@@ -3,9 +3,9 @@
     responses.jsonl   a row for each prompt: id, prompt, and each contestant's response with its tokens
     sampling.json     what they come from, and the form that people judge them in
 
-People's verdicts are on the texts that they were shown, and another seed, number of threads, machine or type gives others.
-So a contestant whose model, prompts and settings are those of an earlier start, by content, is read and not sampled again. A
-kill costs the one that was being sampled, of a service the calls under way.
+People's verdicts are on the texts that they were shown, and another seed, number of threads, machine or type gives
+others. So a contestant whose model, prompts and settings are those of an earlier start, by content, is read and not
+sampled again. A kill costs the one that was being sampled, of a service the calls under way.
 """
 
 import json
@@ -322,8 +322,8 @@ def note_form(output: Path, form: Path) -> None:
 def read_responses(output: Path, source: Mapping[str, object], *, by_people: bool) -> tuple[list[str], Responses]:
     """The ids of the rows and the responses that an earlier start sampled from `source`, of the contestants that are the same.
 
-    Both are empty where nothing can be read again. Where verdicts of people are read, seed and type of the weights may be
-    others than before.
+    Both are empty where nothing can be read again. Where verdicts of people are read, seed and type of the weights may
+    be others than before.
     """
     path = output / RESPONSES
     if not (path.is_file() and (output / SAMPLING).is_file()):

@@ -69,8 +69,8 @@ class BestOfNConfig(Settings):
     Attributes:
         policy: directory or Hub name of a decoder, usually the SFT policy.
         prompts: those longer than `prompts.max_length` tokens are truncated on the left.
-        judge: gives the true score: gold (of the hotel data set, for its prompts only), or a second reward model that was
-            trained on other rows (given as `judge_model`).
+        judge: gives the true score: gold (of the hotel data set, for its prompts only), or a second reward model that
+            was trained on other rows (given as `judge_model`).
         judge_model: directory or Hub name, with judge=reward_model.
         samples: responses of each prompt, N; the curve has n = 1, 2, 4, ... up to N.
         max_new_tokens, temperature, seed: of the sampling.
@@ -114,7 +114,8 @@ class RewardEvalConfig(Settings):
         chat_template: a built-in one's name or a Jinja file; None: the tokenizer's own.
         weights: type that the reward model is held and computes in; auto: the checkpoint's.
         bins: of the reliability curve, of equal width.
-        robustness_rows: rows, evenly drawn, whose texts are scored alone, padded, and in other types; 0: leave that out.
+        robustness_rows: rows, evenly drawn, whose texts are scored alone, padded, and in other types; 0: leave that
+            out.
         dtypes: types to compare with the one that the model is held in; the model is loaded once more for each.
         best_of_n: sample a policy's responses and let the reward model pick; None: leave that out.
     """
@@ -272,8 +273,8 @@ def score_preferences(rows: Sequence[EncodedRow], model: RewardModel) -> list[Sc
 def _results(rows: Sequence[EncodedRow], groups: Sequence[ScoredGroup]) -> Figures:
     """The figures of results.json, over all ordered pairs, those of a prompt one cluster; lengths are in characters.
 
-    `chosen_shorter` is the accuracy where the chosen response is the shorter one: 0 for a rule that prefers the longer, one
-    half for a coin; null where there is no such pair.
+    `chosen_shorter` is the accuracy where the chosen response is the shorter one: 0 for a rule that prefers the longer,
+    one half for a coin; null where there is no such pair.
     """
     texts = [[len(text) for text in replies_of(row.record)] for row in rows]
     pairs = pairs_of([group._replace(lengths=lengths) for group, lengths in zip(groups, texts, strict=True)])

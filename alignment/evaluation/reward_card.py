@@ -128,8 +128,8 @@ def reliability(margins: np.ndarray, *, bins: int = 10) -> Figures:
 
     The prediction is sigmoid(|margin|), in [1/2, 1], that the higher score is the chosen one: both orders of a pair say the
     same. ECE is the mean over pairs of |observed share - mean prediction| of their bin, Brier's score the mean of
-    (1 - sigmoid(margin))^2. The margins [n] are score(chosen) - score(rejected) on the scale of training, the bins of equal
-    width between 1/2 and 1.
+    (1 - sigmoid(margin))^2. The margins [n] are score(chosen) - score(rejected) on the scale of training, the bins of
+    equal width between 1/2 and 1.
 
     Source: Guo et al. 2017, arXiv:1706.04599, eq. 3.
     """
@@ -157,10 +157,10 @@ def reliability(margins: np.ndarray, *, bins: int = 10) -> Figures:
 def length_figures(pairs: Pairs) -> Figures:
     """Effect of length on scores: slope per 100 tokens within prompts, correlation, accuracy where the chosen is longer.
 
-    Slope of score differences on differences of length through the origin, b = sum(x y) / sum(x^2) with x in 100 tokens;
-    its interval takes the cluster-robust error of prompts, and is None where fewer than two of them have pairs of unequal
-    length: one prompt has no spread to measure, nor have scores that follow from length. The correlation is that of both
-    orders of every pair.
+    Slope of score differences on differences of length through the origin, b = sum(x y) / sum(x^2) with x in 100
+    tokens; its interval takes the cluster-robust error of prompts, and is None where fewer than two of them have pairs
+    of unequal length: one prompt has no spread to measure, nor have scores that follow from length. The correlation is
+    that of both orders of every pair.
     """
     x = pairs.longer / 100
     y = pairs.margins
@@ -190,9 +190,9 @@ def best_of_n_curve(
 ) -> list[Figures]:
     """A point for each n: mean over prompts of the expected gold score of the best of n, with its 95 % interval.
 
-    The interval is the percentile bootstrap over prompts; None of a single prompt, all of whose resamples are equal. `gain`
-    is that over one response of the same prompts. `scores` are the reward model's, `gold` the true ones, each a list for
-    each prompt; `sizes` are the values of n.
+    The interval is the percentile bootstrap over prompts; None of a single prompt, all of whose resamples are equal.
+    `gain` is that over one response of the same prompts. `scores` are the reward model's, `gold` the true ones, each a
+    list for each prompt; `sizes` are the values of n.
     """
     curve = []
     for n in sizes:

@@ -53,9 +53,9 @@ def win_rate(
 ) -> WinRate:
     """Win rate of one side over items that were judged, failures having been taken out and counted before.
 
-    An item whose two orders contradict each other counts half in the rate and adds nothing to what is known: the interval
-    takes it for a toss of a coin, not for a tie, and is that of n - `inconsistent` items with those shares. So a judge
-    that always prefers the response shown first gives 50 % [0, 100], and no contradiction narrows an interval.
+    An item whose two orders contradict each other counts half in the rate and adds nothing to what is known: the
+    interval takes it for a toss of a coin, not for a tie, and is that of n - `inconsistent` items with those shares. So
+    a judge that always prefers the response shown first gives 50 % [0, 100], and no contradiction narrows an interval.
 
     Items of one cluster, such as responses to one prompt or prompts of one source, are not independent. The interval is
     then that of as many independent items as have the cluster-robust variance, at most n, see `clustered_error`; with
@@ -113,8 +113,9 @@ def clustered_error(
 ) -> tuple[float, int]:
     """Standard error of the mean of values [n], rows of one cluster not being independent; and the number of clusters G.
 
-    variance = [G/(G-1) sum_g (sum_i (v_i - mean))^2 + tosses / 4] / n^2, the i being the rows of cluster g; where each row is
-    its own cluster that is the usual one. `tosses` is the number of values 1/2 that stand for an independent toss of a coin.
+    variance = [G/(G-1) sum_g (sum_i (v_i - mean))^2 + tosses / 4] / n^2, the i being the rows of cluster g; where each
+    row is its own cluster that is the usual one. `tosses` is the number of values 1/2 that stand for an independent
+    toss of a coin.
 
     The error is 0 where it is not known: of one cluster, and of clusters whose sums differ by rounding alone.
     """
@@ -162,8 +163,8 @@ def holm(p_values: Sequence[float]) -> list[float]:
 def detectable_difference(n: float, *, ties: float = 0.0, power: float = 0.8) -> float | None:
     """The smallest difference of a win rate from one half that n independent items show with this power; None where none.
 
-    d sqrt(n) = 1.96 s + z sqrt(s^2 - d^2), solved for d: s^2 = (1 - ties) / 4 is the variance of a verdict at a rate of one
-    half, s^2 - d^2 at 1/2 + d, and z the quantile of `power`. A rate is at most (1 - ties) / 2 from one half.
+    d sqrt(n) = 1.96 s + z sqrt(s^2 - d^2), solved for d: s^2 = (1 - ties) / 4 is the variance of a verdict at a rate of
+    one half, s^2 - d^2 at 1/2 + d, and z the quantile of `power`. A rate is at most (1 - ties) / 2 from one half.
 
     Args:
         n: items with a verdict; of clustered ones `WinRate.effective`.

@@ -1,8 +1,8 @@
 """Beam search over unpadded prompts. Nothing is random here; sampling is in engine.py.
 
-Ties, length penalty and the end of the search follow transformers' `generate(num_beams=...)`, so that both find the same
-tokens. One step: extend every beam by every token, keep the best candidates of each prompt, move those that end to the
-finished hypotheses, continue with the best of the others.
+Ties, length penalty and the end of the search follow transformers' `generate(num_beams=...)`, so that both find the
+same tokens. One step: extend every beam by every token, keep the best candidates of each prompt, move those that end to
+the finished hypotheses, continue with the best of the others.
 """
 
 import math

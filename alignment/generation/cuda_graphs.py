@@ -1,7 +1,7 @@
 """Decoding steps as CUDA graphs: the kernels of a step are started by one call, not one after another.
 
-A graph holds for one number of rows and one width of the cache, which `decoding_width` lets grow in steps; the first step of
-each runs as usual, the second is captured, the others are replayed. Sampling stays outside.
+A graph holds for one number of rows and one width of the cache, which `decoding_width` lets grow in steps; the first
+step of each runs as usual, the second is captured, the others are replayed. Sampling stays outside.
 """
 
 from collections.abc import Callable

@@ -9,16 +9,16 @@
     engine.cancel(number)             # at any time; the request is forgotten and its row is free
 
 `step` prefills waiting prompts when enough cache rows are free, else it decodes one token for every running request;
-requests may be added and cancelled between steps, from one thread. A response depends on the fields of its request and the
-weights only, up to rounding: neither on the requests beside it nor on the order in which they came. Equal prompts are
-computed once as long as one of them waits, so n samples of a prompt are n requests that differ in `row`.
+requests may be added and cancelled between steps, from one thread. A response depends on the fields of its request and
+the weights only, up to rounding: neither on the requests beside it nor on the order in which they came. Equal prompts
+are computed once as long as one of them waits, so n samples of a prompt are n requests that differ in `row`.
 
-A cache with rows that can be filled one by one (our decoders) is filled continuously. Others (encoder-decoders, classes of
-transformers) take a group of waiting requests at once, and the next group when the last row of it has finished.
+A cache with rows that can be filled one by one (our decoders) is filled continuously. Others (encoder-decoders, classes
+of transformers) take a group of waiting requests at once, and the next group when the last row of it has finished.
 
-`decode_responses` samples one response for each prompt of a fixed set. Where every forward is a collective operation, as with
-sharded weights, all ranks run equally many of them: a rank that has finished goes on with one row whose tokens are dropped,
-until no rank has a running row.
+`decode_responses` samples one response for each prompt of a fixed set. Where every forward is a collective operation,
+as with sharded weights, all ranks run equally many of them: a rank that has finished goes on with one row whose tokens
+are dropped, until no rank has a running row.
 """
 
 import math
@@ -53,8 +53,9 @@ FREE_SHARE = 0.125  # of the rows that are free before waiting prompts are prefi
 LIVE_SHARE = 0.75  # of the rows that still run when the others are dropped and nothing waits
 GPU_LIVE_SHARE = 0.5  # on a GPU, where rows are cheap and new shapes are not
 OUT_OF_MEMORY = (
-    "out of memory while sampling {count} responses side by side, each with room for {longest} tokens in the cache: lower "
-    "micro_rollout_batch_size (in ppo) or batch_size (in generate and evaluate winrate), which changes no response"
+    "out of memory while sampling {count} responses side by side, each with room for {longest} tokens in the cache: "
+    "lower micro_rollout_batch_size (in ppo) or batch_size (in generate and evaluate winrate), which changes no "
+    "response"
 )
 
 
@@ -155,7 +156,8 @@ class DecodingEngine:
     def run(self, largest: Callable[[int], int] | None = None, *, idle_room: int = 1) -> dict[int, RunningRequest]:
         """Go on until all requests have finished, or one has failed; all that were unfinished before, by their numbers.
 
-        `largest`: see `decode_responses`; `idle_room` tokens have room in a row that is decoded for other ranks' sake alone.
+        `largest`: see `decode_responses`; `idle_room` tokens have room in a row that is decoded for other ranks' sake
+        alone.
         """
         everyone = {each.number: each for each in [*self._waiting, *self.running] if each is not None}
         with decoding_weights(self._model):
@@ -391,7 +393,8 @@ def decode_responses(
         cuda_graphs, vocabulary: as in `DecodingEngine`.
 
     Raises:
-        UserError: the device has no room for `batch_size` cache rows; logits that are not finite, with the number in `rows`.
+        UserError: the device has no room for `batch_size` cache rows; logits that are not finite, with the number in
+            `rows`.
     """
     numbers = list(range(len(prompts))) if rows is None else list(rows)
     named = [None] * len(prompts) if adapters is None else adapters

@@ -48,14 +48,14 @@ def generate(
         seed: the same seed and position in `prompts` give the same response, whatever the batch size.
         batch_size: cache rows decoded side by side: one per response, or per beam. Equal prompts are computed once.
         num_beams: 1 samples; from 2 on beam search, where nothing is random. `BeamConfig` describes its settings.
-        stop: texts that end a response, when sampling. The text is cut before the first that occurs; the token ids reach
-            to the token that completed it.
+        stop: texts that end a response, when sampling. The text is cut before the first that occurs; the token ids
+            reach to the token that completed it.
         adapters: when sampling, for each prompt the name of its adapter, None for the base; see `load_adapters`.
 
     Returns:
         Responses without their stop token in `texts` (an encoder-decoder's without any special token), with it in
-        `token_ids`; `ended` is True where a stop token or string ended them. `log_probs` belong to the distribution sampled
-        from, after beam search to the model's own.
+        `token_ids`; `ended` is True where a stop token or string ended them. `log_probs` belong to the distribution
+        sampled from, after beam search to the model's own.
 
     Raises:
         ValueError: a setting out of range, or one that the others leave without effect.

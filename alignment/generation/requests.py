@@ -63,7 +63,8 @@ class DecodingRequest:
 
     Attributes:
         prompt: token ids, not empty; for an encoder-decoder model the encoder's input.
-        sampling: lengths, temperature, filters, logits processors, seed; requests with different ones decode side by side.
+        sampling: lengths, temperature, filters, logits processors, seed; requests with different ones decode side by
+            side.
         row: together with `sampling.seed` it fixes the random numbers of this request.
         stop_ids: tokens that end the response; the one that does is its last token.
         stop: texts that end the response; needs an engine with a tokenizer. The text of the response is cut before the
@@ -105,8 +106,8 @@ class TokenEvent(NamedTuple):
         log_prob: its natural-log probability; see `DecodingRequest.log_probs`.
         alternatives: the likeliest tokens with their log-probabilities, the likeliest first.
         text: new text, where the engine has a tokenizer: whole characters only, nothing of a stop token, and nothing
-            that might be the beginning of a stop string. A token may have none, a later one more. Of a request that ends
-            with an error, the reason.
+            that might be the beginning of a stop string. A token may have none, a later one more. Of a request that
+            ends with an error, the reason.
         finish: why the response ends with this token: "stop" (a stop token or string), "length", or "error" (there is
             no distribution to draw it from, so it is no part of the response); None: it goes on.
     """
@@ -122,9 +123,9 @@ class TokenEvent(NamedTuple):
 def token_failure(number: int) -> str:
     """The error of a response whose token `number`, counted from 1, has no distribution to be drawn from."""
     return (
-        f"the logits of token {number} of the response are not finite, so it cannot be drawn: weights of the model or of its "
-        "adapter hold NaN or infinity, or numbers overflow in float16 (bfloat16 and float32 have the range), or divided by "
-        "a temperature near 0"
+        f"the logits of token {number} of the response are not finite, so it cannot be drawn: weights of the model or "
+        "of its adapter hold NaN or infinity, or numbers overflow in float16 (bfloat16 and float32 have the range), or "
+        "divided by a temperature near 0"
     )
 
 
@@ -200,8 +201,8 @@ class RunningRequest:
 class IncrementalText:
     """The text of a response while its tokens arrive: whole characters only, cut before the first stop string.
 
-    Only tokens since the last whole character, and those before them that it may depend on, are decoded again. `stopped`:
-    a stop string has occurred.
+    Only tokens since the last whole character, and those before them that it may depend on, are decoded again.
+    `stopped`: a stop string has occurred.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, skip_special_tokens: bool = False):

@@ -11,9 +11,11 @@ The four parts and what moves them:
     harmless  [-2, 1]  1/2 for a reply that has a known sentence, 1/2 for a greeting by the guest's own name or a kind
                        closing; -3/2 per rude word, -3/2 for another guest's room.
     brief     [-2, 1]  covered / asked, minus 1/8 per word over 8 + 7 * asked, 1/4 per topic that was not asked for, 1/2 per repeated
-                       sentence, 1/2 per sentence outside the language of replies, 1/2 for no or an unfinished last sentence.
+                       sentence, 1/2 per sentence outside the language of replies, 1/2 for no or an unfinished last
+                       sentence.
 
-Facts given twice earn nothing, a list of all facts costs brevity, and an empty reply scores below zero. An expert's reply scores 3.5 to 4.
+Facts given twice earn nothing, a list of all facts costs brevity, and an empty reply scores below zero. An expert's
+reply scores 3.5 to 4.
 """
 
 import math
@@ -95,8 +97,8 @@ def gold_score(prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
 def preference(prompt: str, first: str, second: str, *, temperature: float = TEMPERATURE) -> float:
     """Probability in (0, 1) that a labeler, a simulated person, prefers `first` to `second`.
 
-    sigmoid((gold_first - gold_second) / temperature + LENGTH_TASTE * (words_first - words_second)): a reward model that is
-    optimized too hard rewards length. A higher temperature means noisier people.
+    sigmoid((gold_first - gold_second) / temperature + LENGTH_TASTE * (words_first - words_second)): a reward model that
+    is optimized too hard rewards length. A higher temperature means noisier people.
 
     Source: Bradley and Terry 1952; Ouyang et al. 2022, arXiv:2203.02155, section 3.4 (agreement 72.6 % and 77.3 %).
     """

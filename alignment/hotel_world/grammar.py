@@ -6,8 +6,8 @@ A prompt is a hotel's fact sheet, one guest's request and the cue to answer:
     Guest Anna: What about the pool and the bar?
     Concierge:
 
-A prompt is short and its facts are worded as in the replies, so that a small model learns to copy them within a minute or two.
-Everything in a prompt can be parsed from its text alone; the gold reward relies on it.
+A prompt is short and its facts are worded as in the replies, so that a small model learns to copy them within a minute
+or two. Everything in a prompt can be parsed from its text alone; the gold reward relies on it.
 """
 
 import re
@@ -32,8 +32,8 @@ def _words(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
-# No two topics share a value: to copy one, a model need only look for a word of the right kind, and small models learn that
-# much sooner than to tell apart several topics that answer with, say, an hour.
+# No two topics share a value: to copy one, a model need only look for a word of the right kind, and small models learn
+# that much sooner than to tell apart several topics that answer with, say, an hour.
 TOPICS = (
     Topic("breakfast", "breakfast is at", "When is the breakfast?", _words("six seven eight nine ten noon")),
     Topic("parking", "parking costs", "How much is the parking?", _words("twenty thirty forty fifty sixty seventy")),

@@ -225,8 +225,8 @@ def reverse_kl(student_logits: Tensor, teacher_logits: Tensor, *, likeliest: int
 
     kl = sum_v p(v) (log p(v) - log q(v)),  p = softmax(student), q = softmax(teacher)
 
-    With `likeliest` = k the sum runs over the k tokens that the student finds likeliest and over all others as one event,
-    whose probability is the sum of theirs. That is never more than the whole KL.
+    With `likeliest` = k the sum runs over the k tokens that the student finds likeliest and over all others as one
+    event, whose probability is the sum of theirs. That is never more than the whole KL.
 
     Args:
         student_logits: [M, V], of any floating type; -inf rules a token out.
@@ -523,7 +523,8 @@ class _TokenLosses(torch.autograd.Function):
         return (gradient.sub_((eps / vocabulary * to_losses).unsqueeze(1)) if eps else gradient), None, None
 
 
-# Classification heads: each loss is summed over the labels that count, for a global batch divides by the labels of all parts
+# Classification heads: each loss is summed over the labels that count, for a global batch divides by the labels of all
+# parts
 
 IGNORED = -100  # label of a position that does not count
 
@@ -540,7 +541,8 @@ def label_loss(logits: Tensor, labels: Tensor) -> Tensor:
     Returns:
         Scalar, nats.
 
-    Source: Devlin et al. 2019, arXiv:1810.04805, section 4.1 (-log softmax(C W^T) of the right class); task #2 of section 3.1: class 0
+    Source: Devlin et al. 2019, arXiv:1810.04805, section 4.1 (-log softmax(C W^T) of the right class); task #2 of
+    section 3.1: class 0
         of a pair is "B follows A", 1 "B comes from another text".
     """
     return F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")

@@ -20,8 +20,8 @@ def kl_estimates(log_probs: Tensor, reference_log_probs: Tensor) -> dict[str, Te
 
     k1 is unbiased but signed and noisy; k2 is biased, never negative; k3 is unbiased and never negative.
 
-    As a loss, through log p, they mean something else. Over tokens that the policy sampled, the gradient of k1 is zero in
-    expectation; that of k2 is the gradient of KL(policy || reference); that of k3 is the gradient of
+    As a loss, through log p, they mean something else. Over tokens that the policy sampled, the gradient of k1 is zero
+    in expectation; that of k2 is the gradient of KL(policy || reference); that of k3 is the gradient of
     KL(reference || policy), which has its minimum in the same place.
 
     Args:
@@ -31,7 +31,8 @@ def kl_estimates(log_probs: Tensor, reference_log_probs: Tensor) -> dict[str, Te
     Returns:
         {"k1", "k2", "k3"}, each of the same shape; sum them over a response for the KL of responses.
 
-    Source: Schulman 2020, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html; as losses: Tang and Munos
+    Source: Schulman 2020, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html; as losses: Tang and
+    Munos
         2025, arXiv:2506.09477.
     """
     log_ratio = log_probs - reference_log_probs
@@ -170,7 +171,8 @@ def clipped_policy_loss(
     Returns:
         Unreduced cost, same shape: -advantage in the first update, when the ratio is 1.
 
-    Source: Schulman et al. 2017, arXiv:1707.06347, eq. 7 (their epsilon is clip_range), with the sign turned; two ranges:
+    Source: Schulman et al. 2017, arXiv:1707.06347, eq. 7 (their epsilon is clip_range), with the sign turned; two
+    ranges:
         Yu et al. 2025, arXiv:2503.14476, eq. 10 (clip-higher); dual clip: Ye et al. 2020, arXiv:1912.09729, eq. 5
         (their c).
     """
@@ -224,7 +226,8 @@ def sequence_log_ratios(log_ratios: Tensor, rows: Tensor, counts: Tensor) -> Ten
         counts: tokens of each response, at least 1, [B].
 
     Returns:
-        [M]; its exponential takes the ratio's place in `clipped_policy_loss`, with gradient to all tokens of a response.
+        [M]; its exponential takes the ratio's place in `clipped_policy_loss`, with gradient to all tokens of a
+        response.
 
     Source: Zheng et al. 2025, arXiv:2507.18071, eq. 7 (GSPO; their s_i).
     """
@@ -241,8 +244,8 @@ def importance_weights(
     weight_t = min(exp(log p_t - log q_t), cap);  with `sequence` min(exp(sum over t of (log p_t - log q_t)), cap)
 
     q is what sampled the token: the policy's distribution cut by top-k, top-p or min-p, or the policy before its last
-    updates. The factor makes the gradient, which is taken of responses of q, one of responses of p, up to the cap; PPO's own
-    ratio, which begins at 1, stays within its clip range beside it.
+    updates. The factor makes the gradient, which is taken of responses of q, one of responses of p, up to the cap;
+    PPO's own ratio, which begins at 1, stays within its clip range beside it.
 
     Args:
         log_probs: log p, of the response tokens under the policy before the update, [B, R].
@@ -290,9 +293,9 @@ def _kept(values: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, values, 0.0)
 
 
-# Advantages without a value model. A group is the `group_size` responses to one prompt, which are adjacent rows: [B] holds
-# B / group_size groups. A reward that is not a number is missing: its response has an advantage of 0, and the others have those
-# of a group without it; one response left alone has an advantage of 0.
+# Advantages without a value model. A group is the `group_size` responses to one prompt, which are adjacent rows: [B]
+# holds B / group_size groups. A reward that is not a number is missing: its response has an advantage of 0, and the
+# others have those of a group without it; one response left alone has an advantage of 0.
 
 
 @torch.no_grad()
@@ -337,7 +340,8 @@ def dr_grpo_advantages(rewards: Tensor, group_size: int) -> Tensor:
     """Reward of each response less its group's mean.
 
     Without the deviation, prompts whose responses are nearly all right or nearly all wrong do not weigh more than
-    others. The mean includes the response itself, which shrinks the expected gradient by (n - 1) / n and turns it nowhere.
+    others. The mean includes the response itself, which shrinks the expected gradient by (n - 1) / n and turns it
+    nowhere.
 
     advantage_i = reward_i - mean
 

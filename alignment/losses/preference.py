@@ -1,9 +1,10 @@
 """Losses of preferences: Bradley-Terry on a reward model's scores, DPO and its kin on a policy's log-ratios.
 
-A log-ratio is the log-probability of a whole response under the policy minus that under the reference, nats; beta times it
-is DPO's implicit reward. Losses of pairs take those of the chosen and of the rejected responses, [B] each, and return the
-unreduced cost of each pair, [B]. In formulas margin = chosen - rejected; beta > 0; eps is `label_smoothing`, the share of
-labels assumed flipped, in [0, 0.5). Configs check these ranges. `losses.preference_table` has the losses by name.
+A log-ratio is the log-probability of a whole response under the policy minus that under the reference, nats; beta times
+it is DPO's implicit reward. Losses of pairs take those of the chosen and of the rejected responses, [B] each, and
+return the unreduced cost of each pair, [B]. In formulas margin = chosen - rejected; beta > 0; eps is `label_smoothing`,
+the share of labels assumed flipped, in [0, 0.5). Configs check these ranges. `losses.preference_table` has the losses
+by name.
 """
 
 import math
@@ -93,9 +94,9 @@ def ipo_loss(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
 
     cost = (margin - 1 / (2 beta))^2
 
-    A bounded target: where labels never contradict each other, the policy still stays near the reference. Log-ratios are of
-    whole responses, as in the paper's equation, or means over tokens, as its authors ran it and as TRL does, so that the
-    target does not depend on the length.
+    A bounded target: where labels never contradict each other, the policy still stays near the reference. Log-ratios
+    are of whole responses, as in the paper's equation, or means over tokens, as its authors ran it and as TRL does, so
+    that the target does not depend on the length.
 
     Source: Azar et al. 2023, arXiv:2310.12036, eq. 17 (their tau is beta).
     """
@@ -132,7 +133,8 @@ def exo_loss(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: 
     q    = sigmoid(beta * margin)
     cost = q * log(q / (1 - eps)) + (1 - q) * log((1 - q) / eps)
 
-    Here eps is the probability that the labels give to the rejected response, in (0, 0.5): at 0 the divergence is infinite.
+    Here eps is the probability that the labels give to the rejected response, in (0, 0.5): at 0 the divergence is
+    infinite.
 
     Source: Ji et al. 2024, arXiv:2402.00856, eq. 16, with K = 2.
     """
@@ -165,8 +167,8 @@ def bco_loss(chosen: Tensor, rejected: Tensor, *, beta: float, shift: Tensor | f
 
     Args:
         shift: the reward that counts as neither good nor bad, without gradient: the mean of the chosen and the rejected
-            responses' mean rewards. 0 (TRL's `bco_pair`) leaves it out. A run takes the mean over all updates so far, as
-            the paper's moving average and TRL's trainer of BCO do, and keeps it in its checkpoints.
+            responses' mean rewards. 0 (TRL's `bco_pair`) leaves it out. A run takes the mean over all updates so far,
+            as the paper's moving average and TRL's trainer of BCO do, and keeps it in its checkpoints.
 
     Source: Jung et al. 2024, arXiv:2404.04656 (their delta is shift).
     """
@@ -178,8 +180,8 @@ def sppo_loss(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
 
     cost = (chosen - 1 / (2 beta))^2 + (rejected + 1 / (2 beta))^2
 
-    The hard form: the chosen response is taken to win against the policy with probability 1, the rejected one with 0. The
-    reference is the policy of the iteration before; 1 / beta is the paper's step size eta.
+    The hard form: the chosen response is taken to win against the policy with probability 1, the rejected one with 0.
+    The reference is the policy of the iteration before; 1 / beta is the paper's step size eta.
 
     Source: Wu et al. 2024, arXiv:2405.00675, eq. 4.7 with P = 1 and 0.
     """
@@ -213,8 +215,8 @@ def discopop_loss(chosen: Tensor, rejected: Tensor, *, beta: float, tau: float) 
     s    = sigmoid(m / tau)
     cost = (1 - s) * softplus(-m) + s * exp(-m)
 
-    It is not convex: around a margin of 0 it falls when the rejected response gains, at beta = tau between margins of -2.37
-    and 1.44 nats. tau > 0 is the width of the change from one cost to the other; the paper's is 0.05.
+    It is not convex: around a margin of 0 it falls when the rejected response gains, at beta = tau between margins of
+    -2.37 and 1.44 nats. tau > 0 is the width of the change from one cost to the other; the paper's is 0.05.
 
     Source: Lu et al. 2024, arXiv:2406.08414, eq. 5.
     """
@@ -433,8 +435,8 @@ def aot_unpaired_loss(
     cost = (1 - eps) * softplus(-lead) + eps * softplus(lead)
 
     Args:
-        order: log-ratios of the chosen and the rejected responses of the whole batch; None: these pairs are the batch. That
-            two responses share a row says nothing.
+        order: log-ratios of the chosen and the rejected responses of the whole batch; None: these pairs are the batch.
+            That two responses share a row says nothing.
 
     Returns:
         Each cost at the place of the chosen response of the k-th smallest log-ratio. The rejected response's
@@ -460,8 +462,8 @@ def rank_matches(positions: Tensor, among: Tensor, others: Tensor) -> tuple[Tens
     Values that are equal, of which T is the largest number, have the others of all their ranks, in equal shares.
 
     Args:
-        positions: of the values in `among`, [B]. Values that are computed again differ in their last bits, and would not be
-            found by what they are.
+        positions: of the values in `among`, [B]. Values that are computed again differ in their last bits, and would
+            not be found by what they are.
         among, others: all values of their kind, [n].
 
     Returns:

@@ -30,8 +30,8 @@ class LossSpec:
         means: True where log-probabilities are means over a response's tokens; otherwise sums.
         by_difference: True where a constant added to both log-ratios changes nothing, so that another f-divergence can
             take the reverse KL's place.
-        needs: a further input: a column of the rows (margins, length_difference), or what is computed over the whole global
-            batch before the update, without gradient (kl, shift, order; see algorithms/dpo/kin.py).
+        needs: a further input: a column of the rows (margins, length_difference), or what is computed over the whole
+            global batch before the update, without gradient (kl, shift, order; see algorithms/dpo/kin.py).
         sft_coef: weight of the chosen response's negative log-likelihood where the user sets none.
     """
 

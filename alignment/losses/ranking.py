@@ -60,7 +60,8 @@ def ranked_dpo_loss(log_ratios: Tensor, ranks: Tensor, *, mask: Tensor | None = 
     For K = 2 it is `dpo_loss`. A constant added to all log-ratios of one prompt changes nothing.
 
     Args:
-        log_ratios: log-probability of each whole response under the policy minus that under the reference, nats, [..., K].
+        log_ratios: log-probability of each whole response under the policy minus that under the reference, nats, [...,
+            K].
         ranks, mask: as for `ranking_loss`; ties as in `plackett_luce_loss`.
         beta: pull towards the reference, > 0.
 
@@ -82,8 +83,8 @@ def rao_kupper_loss(scores: Tensor, ranks: Tensor, *, theta: float, mask: Tensor
 
     Args:
         scores, ranks, mask: as for `ranking_loss`.
-        theta: how easily two responses tie, above 1; at 1 there are no ties, and a pair without one costs what it does in
-            the Bradley-Terry model.
+        theta: how easily two responses tie, above 1; at 1 there are no ties, and a pair without one costs what it does
+            in the Bradley-Terry model.
 
     Returns:
         Cost of each prompt, [...].

@@ -1,9 +1,9 @@
 """torch.compile for models: each block is compiled by itself, attention stays outside the compiled graphs.
 
-Blocks of one architecture share their graphs, so a model of 36 layers compiles as long as one of 2. The number of tokens is
-a symbol of the graph: batches of other sizes run without a recompilation. Attention runs in its own kernel either way, and
-its arguments (rectangles, masks, caches) differ from batch to batch. Importing this module loads the compiler, which takes
-a second: import it for models that are compiled only.
+Blocks of one architecture share their graphs, so a model of 36 layers compiles as long as one of 2. The number of
+tokens is a symbol of the graph: batches of other sizes run without a recompilation. Attention runs in its own kernel
+either way, and its arguments (rectangles, masks, caches) differ from batch to batch. Importing this module loads the
+compiler, which takes a second: import it for models that are compiled only.
 """
 
 from collections.abc import Callable, Iterable
@@ -34,8 +34,8 @@ class OutsideGraphs:
 def compile_blocks(blocks: Iterable[nn.Module], device: torch.device) -> None:
     """Compile each of these modules in place, at its first call.
 
-    Layers whose class says `data_dependent_shapes` are left out of the graphs. The class is changed and not its instances:
-    a graph specializes on the function, and blocks share their graphs.
+    Layers whose class says `data_dependent_shapes` are left out of the graphs. The class is changed and not its
+    instances: a graph specializes on the function, and blocks share their graphs.
     """
     check_compiler(device)
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)
@@ -62,5 +62,6 @@ def check_compiler(device: torch.device) -> None:
         get_cpp_compiler()
     except InvalidCxxCompiler as error:
         raise UserError(
-            "training.compile: there is no C++ compiler (g++ or clang++) on this machine; install one, or set it to false"
+            "training.compile: there is no C++ compiler (g++ or clang++) on this machine; install one, or set it to "
+            "false"
         ) from error

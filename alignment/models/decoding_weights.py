@@ -1,9 +1,9 @@
 """The weights of a decoder while responses are decoded: fewer products, each in the type that it is computed in.
 
 A step of decoding reads every weight for a few tokens, so that starting its kernels takes longer than they run. Within
-`decoding_weights` queries, keys and values are one product, as are the gate and the first layer of a feed-forward, and the
-low-rank updates of LoRA are part of their matrices. That takes a copy of these weights. It is made for small models, and on
-a GPU with room for it where weights have to be rounded or merged.
+`decoding_weights` queries, keys and values are one product, as are the gate and the first layer of a feed-forward, and
+the low-rank updates of LoRA are part of their matrices. That takes a copy of these weights. It is made for small
+models, and on a GPU with room for it where weights have to be rounded or merged.
 """
 
 from collections.abc import Iterator, Sequence

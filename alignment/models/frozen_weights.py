@@ -88,8 +88,8 @@ TRAINED_CLASSES = {frozen: plain for plain, frozen in FROZEN_CLASSES.items()}
 def store_frozen(model: Frozen, weights: WeightsConfig) -> Frozen:
     """Freeze a model and hold its weights as `weights` says; return the model.
 
-    The linear layers of the blocks are quantized where `weights.quantize` says so. All other linear layers, embeddings and
-    language heads keep the type that they have, or get `weights.dtype`; everything else
+    The linear layers of the blocks are quantized where `weights.quantize` says so. All other linear layers, embeddings
+    and language heads keep the type that they have, or get `weights.dtype`; everything else
     becomes float32: norms, biases, score heads, and layers of classes that compute with their weight in their own way.
     The model then computes in float32, or in the type of the autocast around a call, exactly as with float32 weights.
 

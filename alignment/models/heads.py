@@ -171,8 +171,9 @@ class LanguageHead(nn.Module):
 class SpanBoundaryHead(nn.Module):
     """SpanBERT's second guess at a masked token: from the states beside its span, and its place in the span.
 
-    y = transform(transform([x_before; x_after; p_place])), and its logits are W y + b with the W of the language head. The
-    transforms are like the head's own, which are BERT's: norm(activation(dense(x))). Places beyond the last share it.
+    y = transform(transform([x_before; x_after; p_place])), and its logits are W y + b with the W of the language head.
+    The transforms are like the head's own, which are BERT's: norm(activation(dense(x))). Places beyond the last share
+    it.
 
     Source: Joshi et al. 2020, arXiv:1907.10529, section 3.2.
     """

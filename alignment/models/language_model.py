@@ -128,7 +128,8 @@ class MaskedLanguageModel(NativeModel[TransformerSpec]):
     """An encoder with a language head that predicts masked tokens, and perhaps a next-sentence head on the first token.
 
     Attributes:
-        span_boundary: predicts masked tokens from beside their span, see `attach_span_boundary`; not saved with the model.
+        span_boundary: predicts masked tokens from beside their span, see `attach_span_boundary`; not saved with the
+            model.
 
     Source: Devlin et al. 2018, arXiv:1810.04805, section 3.1.
     """

@@ -69,7 +69,8 @@ class Model(nn.Module):
         Args:
             input_ids, attention_mask, token_type_ids: [B, T]; positions are counted from each row's first token. The
                 mask is 1 or True at real tokens, None: all are; the types are the sentences of a pair, for encoders.
-            global_attention_mask: 1 or True at a Longformer's global tokens, [B, T]; None: as transformers' class chooses.
+            global_attention_mask: 1 or True at a Longformer's global tokens, [B, T]; None: as transformers' class
+                chooses.
             options: further arguments of the class's `outputs` or `padded_outputs`.
         """
         if batch is not None:

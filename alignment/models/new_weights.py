@@ -20,14 +20,14 @@ def attach_value_head(model: nn.Module) -> None:
     """Give a decoder of ours whose weights are in memory a trainable value head of zeros, as `model.value_head`."""
     if not isinstance(model, LanguageModel):
         raise UserError(
-            "value_model=shared needs a policy of an architecture of this library, and this one is run by transformers; "
-            "set value_model=policy or reward_model"
+            "value_model=shared needs a policy of an architecture of this library, and this one is run by "
+            "transformers; set value_model=policy or reward_model"
         )
     weight = model.trunk.embed.weight
     if weight.is_meta:
         raise UserError(
-            "value_model=shared runs in one process or with DDP, where the whole policy lies on every device; with FSDP2 "
-            "or ZeRO set value_model=policy or reward_model"
+            "value_model=shared runs in one process or with DDP, where the whole policy lies on every device; with "
+            "FSDP2 or ZeRO set value_model=policy or reward_model"
         )
     spec = model.trunk.spec
     head = nn.Linear(spec.output_width or spec.width, 1, bias=False, device=weight.device, dtype=torch.float32)
@@ -108,7 +108,8 @@ def init_from_teacher(student: nn.Module, teacher: nn.Module) -> None:
         if source is None or source.shape != parameter.shape:
             raise UserError(
                 f"distillation.copy_layers: the student's {name} is {tuple(parameter.shape)}, the teacher has "
-                f"{'nothing' if source is None else tuple(source.shape)}; they may differ in their number of layers only"
+                f"{'nothing' if source is None else tuple(source.shape)}; they may differ in their number of layers "
+                "only"
             )
         parameter.copy_(source)
 

@@ -21,7 +21,8 @@ def forward_operations(spec: TransformerSpec, tokens: int) -> float:
     layer is counted by its half, a window by what lies in it, and a mixture by the experts that are chosen.
 
     Raises:
-        ValueError: cross-attention, a convolution, or attention with scores of its own (DeBERTa's), whose operations are not counted here.
+        ValueError: cross-attention, a convolution, or attention with scores of its own (DeBERTa's), whose operations
+            are not counted here.
     """
     if not is_counted(spec):
         raise ValueError(

@@ -1,8 +1,8 @@
 """Frozen matrices in 4 bits (NF4) or 8 bits (int8): bitsandbytes' layers in the blocks of a model, for adapters to train on.
 
-The weights alone are quantized. Every product is computed with the dequantized matrix in the type of its input, so that a
-result does not depend on the batch around it and is the same with and without gradients; bitsandbytes' own int8 layer would
-also round the activations, by a threshold over the whole batch. bitsandbytes is imported when it is needed.
+The weights alone are quantized. Every product is computed with the dequantized matrix in the type of its input, so that
+a result does not depend on the batch around it and is the same with and without gradients; bitsandbytes' own int8 layer
+would also round the activations, by a threshold over the whole batch. bitsandbytes is imported when it is needed.
 """
 
 import copy
@@ -34,8 +34,8 @@ def require_bitsandbytes(quantize: Quantization | None) -> None:
     """UserError where bitsandbytes is needed, and is not installed or cannot run; nothing is imported."""
     if quantize is not None and has_apple_gpu():
         raise UserError(
-            f"weights.quantize {quantize} does not run on Apple's GPUs; leave it out, or set ACCELERATE_USE_CPU=true in the "
-            "environment"
+            f"weights.quantize {quantize} does not run on Apple's GPUs; leave it out, or set ACCELERATE_USE_CPU=true "
+            "in the environment"
         )
     if quantize is not None and find_spec("bitsandbytes") is None:
         raise UserError(f"weights.quantize {quantize} needs bitsandbytes: {install_advice('quantization')}")
@@ -45,8 +45,8 @@ def require_bitsandbytes(quantize: Quantization | None) -> None:
 def quantize_blocks(model: Model, quantize: Quantization) -> Model:
     """Quantize the linear layers of a model's blocks in place, one after another, and return the model.
 
-    Embeddings, heads, norms, routers of experts and everything outside the blocks stay as they are. "nf4" is with double
-    quantization, in blocks of 64 numbers; "int8" has one scale per row.
+    Embeddings, heads, norms, routers of experts and everything outside the blocks stay as they are. "nf4" is with
+    double quantization, in blocks of 64 numbers; "int8" has one scale per row.
     """
     for name, layer in list(quantizable_layers(model)):
         stored = getattr(layer.weight, "stored", None)  # not read yet, see weight_map.py

@@ -118,8 +118,8 @@ def _joined(parts: Sequence[tuple[Tensor, Tensor | None]], dim: int) -> tuple[Te
 class StackedUpdates:
     """The low-rank updates of one layer by all adapters, their ranks one after another; a hook of the layer.
 
-    Whole documents have many tokens and take one product for each adapter. Decoding steps have few and take one product for
-    all adapters between the first and the last in use, in which those of other rows count as 0.
+    Whole documents have many tokens and take one product for each adapter. Decoding steps have few and take one product
+    for all adapters between the first and the last in use, in which those of other rows count as 0.
     """
 
     def __init__(self, adapters: RowAdapters, updates: Sequence[LowRank | None], device: torch.device):

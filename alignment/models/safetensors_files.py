@@ -93,8 +93,8 @@ def check_sizes(directory: Path, config: HFConfig, shapes: Mapping[str, tuple[in
     count = max(len(shapes), MAX_SHARED_LAYERS)
     largest = max([2**16, *(prod(shape) for shape in shapes.values())])
     raise_all(
-        f"{directory}/{CONFIG}: {key} = {value:.6g} is more than the weights can have, which are {len(shapes)} tensors, "
-        f"the largest of {largest} numbers"
+        f"{directory}/{CONFIG}: {key} = {value:.6g} is more than the weights can have, which are {len(shapes)} "
+        f"tensors, the largest of {largest} numbers"
         for key, value in _numbers(config)
         if (COUNTS.fullmatch(key) and value > count) or (SIZES.fullmatch(key) and value > largest)
     )

@@ -46,8 +46,8 @@ def prompt_sharing(models: Sequence[object], *, wanted: bool, note: Callable[[st
         if not supports_shared_prompts(model):
             name = getattr(model, "config", {}).get("model_type", type(model).__name__)
             note(
-                "prompts: computed again for each response to them, for a prompt is shared by decoders that run as classes "
-                f"of this library only, and {name} is none"
+                "prompts: computed again for each response to them, for a prompt is shared by decoders that run as "
+                f"classes of this library only, and {name} is none"
             )
             return False
         assert isinstance(model, NativeModel)

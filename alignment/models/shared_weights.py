@@ -1,7 +1,7 @@
 """Frozen base weights held once, for several networks that lie over them: policy, reference, value and reward model.
 
-Each network is a module tree of its own, with its own head, adapter and mode; the frozen parameters in the trees are the
-same objects, so nothing has to be switched when another network is called. Weights that train are never shared.
+Each network is a module tree of its own, with its own head, adapter and mode; the frozen parameters in the trees are
+the same objects, so nothing has to be switched when another network is called. Weights that train are never shared.
 """
 
 from collections.abc import Mapping

@@ -51,9 +51,9 @@ class TransformerSpec:
         embedding_scale: factor on token vectors.
         segments: number of segment embeddings (token types).
         dropout_before_norm: the embedding's dropout acts before its norm.
-        global_tokens: tokens that see, and are seen by, all of their document (Longformer), where `Ragged.global_mask` does
-            not mark them: marked: no others. first: each first one. A token's id: those before the first such token. None:
-            the architecture has none.
+        global_tokens: tokens that see, and are seen by, all of their document (Longformer), where `Ragged.global_mask`
+            does not mark them: marked: no others. first: each first one. A token's id: those before the first such
+            token. None: the architecture has none.
         relative: relative positions with a vector that DeBERTa's layers share; 2 * relative rows, normed by
             `relative_norm`.
     """
@@ -162,12 +162,13 @@ class Transformer(nn.Module):
             batch: documents end to end, N tokens.
             prefix: keys and values in front of every document, [layers, 2, P, K, head_dim]; positions then start at P.
             prompt: indices of the tokens that a soft prompt takes the place of, [n], and its vectors for them, [n, E].
-            keys_values: indices of the tokens that a prefix takes the place of, [n], and its keys and values for them in
-                every layer, [layers, 2, n, K, head_dim].
+            keys_values: indices of the tokens that a prefix takes the place of, [n], and its keys and values for them
+                in every layer, [layers, 2, n, K, head_dim].
             cache: filled with the keys and values, for `step` to go on from; without gradient only.
             rows: cache row of each document, [B]; None: 0, 1, ...
             source: documents that an encoder read, one for each of the batch's; with a cache, for all of its rows.
-            select: keeps the tokens whose states are needed, [N, ...] -> [M, ...]; the last layer saves the others' work.
+            select: keeps the tokens whose states are needed, [N, ...] -> [M, ...]; the last layer saves the others'
+                work.
 
         Returns:
             [N, D], or [M, D] of the selected tokens.

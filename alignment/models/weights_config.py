@@ -19,10 +19,11 @@ class WeightsConfig(Settings):
     """Types of weights in memory. Computations run in `training.precision`, whatever the weights' type.
 
     Attributes:
-        dtype: type of frozen weights (under an adapter; of the reference and the reward model). auto: the type that they
-            have in the checkpoint; for a model that is only used, see `torch_dtype`. Weights that train, norms, biases and score heads are float32 with every setting.
-        quantize: hold the frozen matrices of the blocks in 4 bits (nf4, with double quantization) or 8 bits (int8); needs
-            `adapter` and bitsandbytes (`pip install -e '.[quantization]'`).
+        dtype: type of frozen weights (under an adapter; of the reference and the reward model). auto: the type that
+            they have in the checkpoint; for a model that is only used, see `torch_dtype`. Weights that train, norms,
+            biases and score heads are float32 with every setting.
+        quantize: hold the frozen matrices of the blocks in 4 bits (nf4, with double quantization) or 8 bits (int8);
+            needs `adapter` and bitsandbytes (`pip install -e '.[quantization]'`).
 
     Source: NF4 and double quantization: Dettmers et al. 2023, arXiv:2305.14314; int8: Dettmers et al. 2022,
     arXiv:2208.07339.
@@ -44,22 +45,22 @@ def check_weights(weights: WeightsConfig, *, frozen: bool, judges: bool = False)
     """
     if not frozen and weights.quantize is not None:
         raise ValueError(
-            f"weights.quantize {weights.quantize} needs `adapter`: quantized weights are frozen, and without an adapter "
-            "nothing would train; set adapter.kind=lora, or leave weights.quantize out"
+            f"weights.quantize {weights.quantize} needs `adapter`: quantized weights are frozen, and without an "
+            "adapter nothing would train; set adapter.kind=lora, or leave weights.quantize out"
         )
     if not frozen and weights.dtype in ("bfloat16", "float16") and not judges:
         raise ValueError(
-            f"weights.dtype {weights.dtype} needs `adapter`: all weights train here, and a weight of that type does not "
-            "change by an update smaller than 1/256 of it; leave weights.dtype at auto, and set training.precision=bf16 "
-            "to compute in bfloat16"
+            f"weights.dtype {weights.dtype} needs `adapter`: all weights train here, and a weight of that type does "
+            "not change by an update smaller than 1/256 of it; leave weights.dtype at auto, and set "
+            "training.precision=bf16 to compute in bfloat16"
         )
 
 
 def set_up_device(precision: str | None = None) -> str | None:
     """Set this process's GPU to a run's precision, or warn of a slow one on the CPU; a remark on float32 where it is slow.
 
-    cuDNN's attention is left out of those that torch chooses from: it builds a plan for every new shape, up to half a second
-    each, and keeps them all, and batches of documents, like a cache that grows, have a new shape every time.
+    cuDNN's attention is left out of those that torch chooses from: it builds a plan for every new shape, up to half a
+    second each, and keeps them all, and batches of documents, like a cache that grows, have a new shape every time.
 
     Raises:
         UserError: the device of this process does not compute in this precision.
@@ -67,7 +68,8 @@ def set_up_device(precision: str | None = None) -> str | None:
     found = torch.cuda.is_available()
     if precision == "bf16" and has_apple_gpu():
         raise UserError(
-            "training.precision bf16 was not tried on Apple's GPUs; set it to fp32, or ACCELERATE_USE_CPU=true in the environment"
+            "training.precision bf16 was not tried on Apple's GPUs; set it to fp32, or ACCELERATE_USE_CPU=true in the "
+            "environment"
         )
     if precision == "tf32" and (not found or torch.cuda.get_device_capability() < (8, 0)):
         raise UserError("training.precision tf32: only GPUs from Ampere on have it; set it to fp32")
@@ -80,8 +82,8 @@ def set_up_device(precision: str | None = None) -> str | None:
     if precision != "fp32":
         return None
     return (
-        "training.precision is fp32: this GPU multiplies matrices several times as fast in bf16, and in tf32, which keeps "
-        "10 bits of each number"
+        "training.precision is fp32: this GPU multiplies matrices several times as fast in bf16, and in tf32, which "
+        "keeps 10 bits of each number"
     )
 
 

@@ -1,7 +1,7 @@
 """Stages called from Python on rows in memory: `sft(policy=..., rows=[...], output=...)`.
 
-The rows are written beside the run, so that a call is the run that the command starts on the same file: checked, cached,
-resumed and recorded alike.
+The rows are written beside the run, so that a call is the run that the command starts on the same file: checked,
+cached, resumed and recorded alike.
 """
 
 import hashlib
@@ -136,8 +136,8 @@ def write_lines(rows: Rows, folder: Path, name: str) -> str:
     """The file of these rows, JSON lines, named by their content: a later call with other rows is another run."""
     if isinstance(rows, str | Path | Mapping):
         raise UserError(
-            f"{name}: got {type(rows).__name__}; rows are a list of mappings, a datasets.Dataset or a DataFrame, and a file is "
-            "named in the config of the stage's command"
+            f"{name}: got {type(rows).__name__}; rows are a list of mappings, a datasets.Dataset or a DataFrame, and a "
+            "file is named in the config of the stage's command"
         )
     lines = []
     problems = []

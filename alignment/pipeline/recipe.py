@@ -50,7 +50,8 @@ class StageEntry(Settings):
 
     Attributes:
         name: of its directory below the recipe's output, which `${name}` refers to.
-        run: verb, a key of `STAGES`; or `FILE.py:FUNCTION`, a stage of the recipe's own, the file named from its folder.
+        run: verb, a key of `STAGES`; or `FILE.py:FUNCTION`, a stage of the recipe's own, the file named from its
+            folder.
         config: packaged name, path (the `output` of such a file does not count), or the config itself.
         settings: replace values of `config`; keys may be dotted.
     """
@@ -75,7 +76,8 @@ class Recipe(Settings):
 
     Attributes:
         stages: in order, those that `matrix` repeats being written out.
-        matrix: axis -> its values; a stage whose name holds `${axis}` is run once for each of them, see `repeat_stages`.
+        matrix: axis -> its values; a stage whose name holds `${axis}` is run once for each of them, see
+            `repeat_stages`.
         seed: `${seed}` in stages that no axis of that name repeats.
         expect: compared by --check.
     """

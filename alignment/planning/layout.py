@@ -151,8 +151,9 @@ class Layout:
     def transient_bytes(self, model: nn.Module, *, backward: bool) -> int:
         """Bytes that one device holds for a moment beside its shards while a trained network runs.
 
-        Sharded weights: what is outside of blocks, whole, and of the blocks that run what the shard lacks; in a backward
-        pass the gradients of the block that runs and their copy that is sent. Else the buckets of gradients that are sent.
+        Sharded weights: what is outside of blocks, whole, and of the blocks that run what the shard lacks; in a
+        backward pass the gradients of the block that runs and their copy that is sent. Else the buckets of gradients
+        that are sent.
         """
         trained = [x for x in model.parameters() if x.requires_grad]
         if self.backend == "ddp":

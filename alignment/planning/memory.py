@@ -1,8 +1,8 @@
 """Peaks of the phases of a run on one device.
 
-Weights, optimizer state and whole copies of shards are counted by formula. Activations, logits and gradients are found by
-running forward and backward of one micro-batch on fake tensors, so that every architecture, adapter and precision counts as
-it computes. The working memory of kernels is not seen: it belongs to the reserve.
+Weights, optimizer state and whole copies of shards are counted by formula. Activations, logits and gradients are found
+by running forward and backward of one micro-batch on fake tensors, so that every architecture, adapter and precision
+counts as it computes. The working memory of kernels is not seen: it belongs to the reserve.
 """
 
 import math
@@ -140,8 +140,8 @@ class MemoryTracker(TorchDispatchMode):
 def _adds_inplace(gradients: object) -> bool:
     """True while autograd adds up, in place, the gradients of a tensor that was used several times.
 
-    While a mode is active the sum is a new tensor for a moment. Without one it is so only where the sum so far is a view,
-    such as the transposed gradient of a linear layer's weight.
+    While a mode is active the sum is a new tensor for a moment. Without one it is so only where the sum so far is a
+    view, such as the transposed gradient of a linear layer's weight.
     """
     in_backward = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
     return in_backward and isinstance(gradients, Tensor) and not gradients._is_view()

@@ -68,8 +68,8 @@ def build_networks(stage: Workload, weights: WeightsConfig, *, shared: bool) -> 
         members = [build(network) for _ in range(network.members)]
         if len(members) > 1 and not shared:
             raise UserError(
-                "ensemble.kind: an ensemble of adapters holds one base, and FSDP2 and ZeRO shard each network by itself (the "
-                "run itself refuses this); take ensemble.kind=heads, or another launch file"
+                "ensemble.kind: an ensemble of adapters holds one base, and FSDP2 and ZeRO shard each network by "
+                "itself (the run itself refuses this); take ensemble.kind=heads, or another launch file"
             )
         networks[role] = members[0] if len(members) == 1 else AdapterEnsemble(members)
     return networks

@@ -247,8 +247,8 @@ def _finetune(config: FinetuneConfig, near: Path | None) -> Workload:
 def find_start(source: str, near: Path | None = None) -> Start:
     """The checkpoint behind a directory or a Hub name, by its config.json alone: nothing is downloaded.
 
-    A directory that is not there yet is traced to the config that writes it, in the folder `near` or packaged, and a base of
-    the Hub to configs/bases.
+    A directory that is not there yet is traced to the config that writes it, in the folder `near` or packaged, and a
+    base of the Hub to configs/bases.
     """
     path = Path(os.path.expanduser(source))
     if path.is_dir():
@@ -268,8 +268,8 @@ def find_start(source: str, near: Path | None = None) -> Start:
         _, config = bases[source]
     else:
         raise UserError(
-            f"{source}: its config.json is neither in the Hub's cache nor packaged ({suggest(source, bases)}); download it "
-            f"(`hf download {source} config.json`), or give a directory that holds it"
+            f"{source}: its config.json is neither in the Hub's cache nor packaged ({suggest(source, bases)}); "
+            f"download it (`hf download {source} config.json`), or give a directory that holds it"
         )
     return Start(config, config_dtype(config), source)
 

@@ -50,8 +50,8 @@ def load_reward_model(
         dtype, device, quantize: as for `load_model`; combine, std_coef: as for `RewardModel`.
 
     Raises:
-        UserError: something in the directory is missing, unknown or unsafe, there is no trained score head, or the canary
-            texts have other scores than when the model was saved.
+        UserError: something in the directory is missing, unknown or unsafe, there is no trained score head, or the
+            canary texts have other scores than when the model was saved.
     """
     model = load_reward_network(source, dtype, device, quantize=quantize)
     return _with_files(model, source, find_directory(source), combine, std_coef)

@@ -103,8 +103,8 @@ def fit_calibration(scores: Tensor, of: str) -> Calibration:
     deviation = scores.std(correction=0).item()
     if not deviation > 0:  # NaN too
         raise UserError(
-            f"normalize: the deviation of the {len(scores)} scores of {of} is {deviation:g}, so no scale follows from them; "
-            "take more or other samples, or leave normalize out"
+            f"normalize: the deviation of the {len(scores)} scores of {of} is {deviation:g}, so no scale follows from "
+            "them; take more or other samples, or leave normalize out"
         )
     return Calibration(1 / deviation, -mean / deviation, len(scores), of)
 
@@ -120,7 +120,8 @@ def read_calibration(directory: Path) -> Calibration:
         return Calibration(*scale, theta=None if found.get("theta") is None else float(found["theta"]))
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(
-            f"{path}: gain, bias, samples and theta must be numbers ({error!r}); train again, or delete the file for raw scores"
+            f"{path}: gain, bias, samples and theta must be numbers ({error!r}); train again, or delete the file for "
+            "raw scores"
         ) from error
 
 
@@ -213,8 +214,8 @@ class RewardModel:
             document: None: the probabilities of the steps; "min" or "product": of the whole response, a scalar.
 
         Raises:
-            UserError: the model is an encoder, or was trained with another loss; there are no steps, or more text than fits
-                into the model's positions, which would leave steps without a score.
+            UserError: the model is an encoder, or was trained with another loss; there are no steps, or more text than
+                fits into the model's positions, which would leave steps without a score.
 
         Source: Lightman et al. 2023, arXiv:2305.20050, section 2.6 (product), appendix F (minimum).
         """
@@ -232,8 +233,8 @@ class RewardModel:
         examples, counts = tokenize_steps([row], self.tokenizer, room)
         if counts.lost or counts.cut:
             raise UserError(
-                f"prompt and {len(steps)} step(s) have no score: there must be a step, and all of them must fit into the "
-                f"{room} tokens that the model reads at once"
+                f"prompt and {len(steps)} step(s) have no score: there must be a step, and all of them must fit into "
+                f"the {room} tokens that the model reads at once"
             )
         [example] = examples
         batch = Ragged.build([example.ids])
@@ -300,8 +301,8 @@ def document_scores(output: ValueOutput | ClassifierOutput, read_at: Tensor | No
     return members if read_at is None else members[read_at]
 
 
-# Canaries: eight short texts whose scores are saved with a reward model and computed again when it is loaded. Lost heads,
-# swapped base models and changed tokenizers all give plausible scores; these give others than they gave.
+# Canaries: eight short texts whose scores are saved with a reward model and computed again when it is loaded. Lost
+# heads, swapped base models and changed tokenizers all give plausible scores; these give others than they gave.
 
 CANARIES = "canaries.json"
 TEXTS = (
@@ -362,8 +363,8 @@ def read_canaries(directory: Path) -> Canaries | None:
         return Canaries(scores, found["precision"], str(found["loss"]), texts)
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(
-            f"{path}: not the scores of {len(TEXTS)} texts ({error!r}); copy the file from the run again, or delete it to "
-            "load the model unchecked"
+            f"{path}: not the scores of {len(TEXTS)} texts ({error!r}); copy the file from the run again, or delete it "
+            "to load the model unchecked"
         ) from error
 
 
@@ -392,10 +393,10 @@ def check_canaries(reward_model: RewardModel, directory: Path, source: str, roun
     worst = int(differences.argmax())
     if differences[worst] > allowed:
         raise UserError(
-            f"{source}: the reward model scores {saved.texts[worst][1]!r} with {_shown(scores[worst])}, and scored it with "
-            f"{_shown(saved.scores[worst])} when it was saved (allowed difference {allowed:.3g}): its head, weights, base "
-            f"model or tokenizer are not those that were trained; copy the run's directory again. If the change is wanted, "
-            f"delete {directory / CANARIES}"
+            f"{source}: the reward model scores {saved.texts[worst][1]!r} with {_shown(scores[worst])}, and scored it "
+            f"with {_shown(saved.scores[worst])} when it was saved (allowed difference {allowed:.3g}): its head, "
+            "weights, base model or tokenizer are not those that were trained; copy the run's directory again. If the "
+            f"change is wanted, delete {directory / CANARIES}"
         )
     return differences[worst].item()
 

@@ -1,8 +1,8 @@
 """Rewards: the worth of a sampled response, from reward models, Python functions, rules, checked answers and judges.
 
-specs.py holds the settings (`rewards`), build.py makes the score function of them, combine.py is that function. Each kind
-has a file: functions.py, answers.py (lengths and patterns too), code.py (which runs code in the process of sandbox.py)
-and judge.py.
+specs.py holds the settings (`rewards`), build.py makes the score function of them, combine.py is that function. Each
+kind has a file: functions.py, answers.py (lengths and patterns too), code.py (which runs code in the process of
+sandbox.py) and judge.py.
 """
 
 from alignment.rewards.answers import extract_number, gsm8k_answer, is_right, normalized_text

@@ -13,8 +13,8 @@ from alignment.rewards.combine import SampledTexts
 from alignment.rewards.specs import AnswerMatch, AnswerSpec, LengthSpec, MatchSpec
 from alignment.settings import PATTERN_SECONDS, compile_pattern, slow_pattern
 
-# 1234, 1,234.5, .5, -3, -$3, 3/4, 1e5, 2^10. A sign right after a digit, a letter or a bracket is one of arithmetic, and
-# 1/2/2020 is no fraction.
+# 1234, 1,234.5, .5, -3, -$3, 3/4, 1e5, 2^10. A sign right after a digit, a letter or a bracket is one of arithmetic,
+# and 1/2/2020 is no fraction.
 NUMBER = re.compile(
     r"(?P<sign>(?<![\w.)\]])[-+]\$?)?"
     r"(?P<digits>\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?|(?<!\d)\.\d+)"
@@ -62,9 +62,9 @@ def extract_number(text: str) -> Fraction | None:
 def gsm8k_answer(text: str) -> Fraction | None:
     r"""The answer of a solution: the number after the last `####`, or else in the last `\boxed{}`, or else the last number.
 
-    After the sign and in the box it is the line's first number, of an equation the first number of its last side that has
-    one. Parentheses do not count, nor does a calculation that is not carried out (`5 x 3`), nor a box that holds more
-    than a number (`2\sqrt{3}`, `(1, 2)`). None where there is none; with the sign, numbers before it do not count.
+    After the sign and in the box it is the line's first number, of an equation the first number of its last side that
+    has one. Parentheses do not count, nor does a calculation that is not carried out (`5 x 3`), nor a box that holds
+    more than a number (`2\sqrt{3}`, `(1, 2)`). None where there is none; with the sign, numbers before it do not count.
 
     Source: Cobbe et al. 2021, arXiv:2110.14168, the form of its solutions.
     """
@@ -139,8 +139,8 @@ def _value(found: re.Match[str]) -> Fraction | None:
 def normalized_text(text: str) -> str:
     """Text as exact answers are compared: words in lower case, single spaces, no punctuation at their ends.
 
-    Numbers are written as fractions: 1,000 is 1000, 0.5 is 1/2. Signs inside a word, `+`, `-` and `#` at its ends and `<`,
-    `=` and `>` before it belong to it: -5 is not 5, 3.5 not 35, C++ not C.
+    Numbers are written as fractions: 1,000 is 1000, 0.5 is 1/2. Signs inside a word, `+`, `-` and `#` at its ends and
+    `<`, `=` and `>` before it belong to it: -5 is not 5, 3.5 not 35, C++ not C.
     """
     words = (_word(word) for word in BULLET.sub("", _plain(text).casefold(), count=1).split())
     return " ".join(word for word in words if word)
@@ -164,8 +164,8 @@ def _as_fraction(text: str) -> str:
 def normalized_box(text: str) -> str:
     r"""The content of a box as it is compared: lower case, without blanks, numbers as fractions, brackets as they are.
 
-    `(1, 0.5]` is `(1,1/2]`. `\dfrac` is `\frac`, `\sqrt2` is `\sqrt{2}`, `\{` is `{`. Degrees, `$`, `%` and punctuation at
-    the ends and parentheses around all of one part do not count.
+    `(1, 0.5]` is `(1,1/2]`. `\dfrac` is `\frac`, `\sqrt2` is `\sqrt{2}`, `\{` is `{`. Degrees, `$`, `%` and punctuation
+    at the ends and parentheses around all of one part do not count.
     """
     text = _plain(text).casefold().lstrip(' \n$"`*_~').rstrip(' \n.,;:?$%&"`*_~')
     for pattern, written in BOXED:

@@ -32,7 +32,8 @@ def prepare_rewards(specs: Sequence[RewardSpec], rows: Sequence[Example]) -> dic
 
     Raises:
         UserError: a function that is not there; columns that rows lack or that hold no answers or tests; a key that is
-            not in the environment; no sandbox on this machine; tests that their row's solution fails. All problems at once.
+            not in the environment; no sandbox on this machine; tests that their row's solution fails. All problems at
+            once.
     """
     found: dict[str, TextReward] = {}
     problems: list[str] = []
@@ -47,8 +48,9 @@ def prepare_rewards(specs: Sequence[RewardSpec], rows: Sequence[Example]) -> dic
             if spec.code is not None and (failed := failing_solutions(spec.code, [row.extra for row in rows])):
                 named = ", ".join(rows[i].row_id for i in failed[:SHOWN])
                 problems.append(
-                    f"rewards: {name}: the solution in the column {spec.code.solution!r} is missing or fails the tests of its "
-                    f"row in the sandbox, in {len(failed)} of {len(rows)} prompts ({named}); correct or drop these rows"
+                    f"rewards: {name}: the solution in the column {spec.code.solution!r} is missing or fails the tests "
+                    f"of its row in the sandbox, in {len(failed)} of {len(rows)} prompts ({named}); correct or drop "
+                    "these rows"
                 )
         except UserError as error:
             problems.append(str(error))

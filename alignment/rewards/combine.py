@@ -98,8 +98,8 @@ def mean_and_std(values: Tensor, reduce: Reduce) -> tuple[float, float, float]:
 class PartNormalizer:
     """Shifts and scales the numbers of one reward to mean 0 and deviation 1.
 
-    `first`: mean and deviation of the first samples count for the whole run; `running`: those of all samples so far, the
-    newest included.
+    `first`: mean and deviation of the first samples count for the whole run; `running`: those of all samples so far,
+    the newest included.
 
     Source: first: Ziegler et al. 2019, arXiv:1909.08593, section 2.2; means and squares of parts are joined as in Chan,
         Golub and LeVeque 1983, eq. 2.1.
@@ -123,7 +123,8 @@ class PartNormalizer:
         self.mean += distance * (count / self.count)  # exactly the mean of the first samples
         if self.mode == "first" and not self.squares:
             raise UserError(
-                f"rewards: {self.name} cannot be normalized by {no_std_reason(self.count)}, or set normalize: none for it"
+                f"rewards: {self.name} cannot be normalized by {no_std_reason(self.count)}, or set normalize: none for "
+                "it"
             )
 
     def __call__(self, values: Tensor) -> Tensor:
@@ -167,8 +168,8 @@ class RewardPart:
 class Rewards:
     """A score function of several rewards, with the statistics of those that are normalized.
 
-    Calling it takes the responses into the statistics: it is called once for each rollout that is learned from, by every
-    rank. `judge` scores other responses to the same prompts by the statistics so far and changes nothing.
+    Calling it takes the responses into the statistics: it is called once for each rollout that is learned from, by
+    every rank. `judge` scores other responses to the same prompts by the statistics so far and changes nothing.
     """
 
     def __init__(self, parts: Sequence[RewardPart], reduce: Reduce):
@@ -227,8 +228,8 @@ class Rewards:
 
         That is where no reward gave a number, where a judge failed, and where a reward whose numbers are not normalized
         gave none although it gave one for another response to the prompt: it does apply, and 0 may be better or worse
-        than all that it gives. A reward that applies to no response to a prompt, or is normalized, adds 0 to the others.
-        Responses to one prompt stand side by side.
+        than all that it gives. A reward that applies to no response to a prompt, or is normalized, adds 0 to the
+        others. Responses to one prompt stand side by side.
         """
         missing = torch.stack([given[part.name].isnan() for part in self.parts])  # [parts, B]
         changes = (one.row_id != other.row_id for one, other in pairwise(prompts))
@@ -246,8 +247,8 @@ class Rewards:
             failed = {name: self._missing(values)[0] for name, values in scores.parts.items()}
             named = ", ".join(f"{name} {number:.0f} times" for name, number in failed.items() if number)
             raise UserError(
-                f"rewards: {missing:.0f} of {count:.0f} responses have no score (None: {named}), and at most {most:.0%} may; "
-                "leave out the prompts that no reward applies to, or give a number for every response"
+                f"rewards: {missing:.0f} of {count:.0f} responses have no score (None: {named}), and at most "
+                f"{most:.0%} may; leave out the prompts that no reward applies to, or give a number for every response"
             )
         return scores
 

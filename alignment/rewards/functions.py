@@ -73,8 +73,8 @@ def load_own(name: str, what: str) -> Any:
     except Exception as error:  # of the user's module, which may raise anything
         why = str(error) if isinstance(error, (ImportError, AttributeError)) else f"{type(error).__name__}: {error}"
         raise UserError(
-            f"{what} {name!r} was not found ({why}); write module:name of a module in {' or '.join(_own_folders())}, or "
-            "of an installed one"
+            f"{what} {name!r} was not found ({why}); write module:name of a module in {' or '.join(_own_folders())}, "
+            "or of an installed one"
         ) from error
 
 
@@ -115,8 +115,8 @@ def columns_of(function: RewardFunction, name: str) -> list[str]:
     takes_texts = any(each.name in TEXTS or each.kind is each.VAR_KEYWORD for each in arguments)
     if not takes_texts or any(each.kind is each.POSITIONAL_ONLY for each in arguments):
         raise UserError(
-            f"rewards: function {name!r} must be of the form f(prompts, responses, **columns), or with completions as in "
-            f"trl; its arguments are {inspect.signature(function)}"
+            f"rewards: function {name!r} must be of the form f(prompts, responses, **columns), or with completions as "
+            f"in trl; its arguments are {inspect.signature(function)}"
         )
     return [each.name for each in by_name if each.default is each.empty and each.name not in ("prompts", *TEXTS)]
 

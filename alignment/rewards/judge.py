@@ -102,9 +102,9 @@ def send_json(service: ServiceSpec, body: bytes | None, *, text_too: bool = Fals
 
     Half a surrogate pair in it, which models of bytes do send and no file can hold, is U+FFFD.
 
-    Tries again after no connection, a time-out, an answer that is no JSON, and the statuses of `RETRIED`. The pause before
-    the first retry is `backoff_seconds`, doubled for each further one, times a factor in [0.5, 1]; a longer Retry-After
-    counts, and one above `max_backoff_seconds` is a failure.
+    Tries again after no connection, a time-out, an answer that is no JSON, and the statuses of `RETRIED`. The pause
+    before the first retry is `backoff_seconds`, doubled for each further one, times a factor in [0.5, 1]; a longer
+    Retry-After counts, and one above `max_backoff_seconds` is a failure.
 
     Args:
         text_too: an answer may also be a text, which is returned.

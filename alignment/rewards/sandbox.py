@@ -1,7 +1,7 @@
 """A process for code that nobody has read: without files, sockets, signals and further processes, and with limits.
 
-On Linux alone, by seccomp and Landlock: elsewhere it refuses. What the process gives up, and how the answer is kept from
-the tests and the verdict, is in sandbox_program.py. There is no weaker sandbox to fall back to.
+On Linux alone, by seccomp and Landlock: elsewhere it refuses. What the process gives up, and how the answer is kept
+from the tests and the verdict, is in sandbox_program.py. There is no weaker sandbox to fall back to.
 """
 
 import contextlib
@@ -65,14 +65,14 @@ def require_sandbox() -> None:
     """Check once that this machine shuts the sandbox: a probe must fail at files, sockets, processes and signals."""
     if not sys.platform.startswith("linux"):
         raise UserError(
-            f"rewards: code is run in a sandbox of the Linux kernel (seccomp), and this is {sys.platform}; train on Linux, or "
-            "leave the entry `code` out"
+            f"rewards: code is run in a sandbox of the Linux kernel (seccomp), and this is {sys.platform}; train on "
+            "Linux, or leave the entry `code` out"
         )
     output = run_program(PROBE, "", SandboxLimits(wall_seconds=30.0), modules=("_socket",))
     if output is None or output.strip() != "shut":
         raise UserError(
-            "rewards: code is run in a sandbox of the Linux kernel, and this kernel, machine or container does not let a "
-            "process shut itself in (seccomp on x86_64 or aarch64); run elsewhere, or leave the entry `code` out"
+            "rewards: code is run in a sandbox of the Linux kernel, and this kernel, machine or container does not let "
+            "a process shut itself in (seccomp on x86_64 or aarch64); run elsewhere, or leave the entry `code` out"
         )
 
 
@@ -96,10 +96,11 @@ def run_program(code: str, text: str, limits: SandboxLimits, modules: tuple[str,
 def passes(code: str, tests: str, limits: SandboxLimits) -> bool:
     """True where code passes tests: Python source, asserts as a rule, that call its functions and classes.
 
-    The tests run in a sandboxed process of their own, which holds nothing of the answer. Values (numbers, texts, dates, tuples
-    of them) are copied between the processes, changes of lists, dicts and sets are told to the other one, and other objects stay
-    where they are: operators, calls and attributes reach them there. No object of the answer equals a value of the tests; one
-    of a class derived from a built-in one compares by its built-in content. `limits.wall_seconds` is for both together.
+    The tests run in a sandboxed process of their own, which holds nothing of the answer. Values (numbers, texts, dates,
+    tuples of them) are copied between the processes, changes of lists, dicts and sets are told to the other one, and
+    other objects stay where they are: operators, calls and attributes reach them there. No object of the answer equals
+    a value of the tests; one of a class derived from a built-in one compares by its built-in content.
+    `limits.wall_seconds` is for both together.
     """
     to_answer, from_tests = os.pipe()
     to_tests, from_answer = os.pipe()

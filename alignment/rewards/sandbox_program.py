@@ -1,18 +1,20 @@
 """The program inside the sandbox: it gives up what it could do to the machine, then runs an answer or its tests.
 
-It is started by sandbox.py as a script of an interpreter without site-packages and environment, and imports the standard
-library alone. There are three roles:
+It is started by sandbox.py as a script of an interpreter without site-packages and environment, and imports the
+standard library alone. There are three roles:
 
 * program: runs code that reads its standard input and prints.
 * answer: runs code, then calls its functions for the process with the tests, over two pipes, and sends values back.
-* tests: runs the tests. The names of the answer are stand-ins that ask the answer's process. Values are copied, and what
-  is done to other objects is done where they are, so nothing that the answer defines or overrides is ever run where the
-  verdict is made, and the tests are never where the answer is. No object of the answer equals a value of the tests.
+* tests: runs the tests. The names of the answer are stand-ins that ask the answer's process. Values are copied, and
+  what is done to other objects is done where they are, so nothing that the answer defines or overrides is ever run
+  where the verdict is made, and the tests are never where the answer is. No object of the answer equals a value of the
+  tests.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false
-# pyright: reportOptionalCall=false, reportGeneralTypeIssues=false, reportReturnType=false, reportOperatorIssue=false, reportOptionalMemberAccess=false
-# The values of answers and tests are of any type: what can be done with them is found out here, not declared.
+# pyright: reportOptionalCall=false, reportGeneralTypeIssues=false, reportReturnType=false, reportOperatorIssue=false,
+# reportOptionalMemberAccess=false The values of answers and tests are of any type: what can be done with them is found
+# out here, not declared.
 
 import ast
 import builtins
@@ -600,7 +602,8 @@ class Peer:
             if "do" in message:
                 message["items"] = [self.decode(each) for each in message["items"]]
                 message["named"] = {name: self.decode(item) for name, item in message["named"].items()}
-            # All that was encoded is decoded, in the same order: what is new is described once, and later only referred to.
+            # All that was encoded is decoded, in the same order: what is new is described once, and later only referred
+            # to.
             for name, encoded in message.pop("names", {}).items():
                 value = self.decode(encoded)
                 if name in self.shown and NAMES.get(name) is self.shown[name]:

@@ -23,7 +23,8 @@ def choose_best(
         threshold: keep only responses with at least this score; None: any score.
         distinct: of equal texts only the one with the highest score.
 
-    Source: keep=1: Stiennon et al. 2020, arXiv:2009.01325, appendix G.3; the best ones as demonstrations: Dong et al. 2023,
+    Source: keep=1: Stiennon et al. 2020, arXiv:2009.01325, appendix G.3; the best ones as demonstrations: Dong et al.
+    2023,
         arXiv:2304.06767, algorithm 1 (RAFT); a threshold: Zelikman et al. 2022, arXiv:2203.14465, algorithm 1 (STaR),
         Gulcehre et al. 2023, arXiv:2308.08998, section 3 (ReST).
     """
@@ -58,8 +59,8 @@ def choose_pair(
 def best_of_n(scores: Sequence[float], gold: Sequence[float], n: int) -> float:
     """Expected gold score of the best of n by `scores`, over all subsets of n of the N responses.
 
-    With the responses sorted by score, sum_{i=n}^{N} C(i-1, n-1) / C(N, n) gold_(i). Responses of equal scores count as in a
-    random order, that is with their mean gold score.
+    With the responses sorted by score, sum_{i=n}^{N} C(i-1, n-1) / C(N, n) gold_(i). Responses of equal scores count as
+    in a random order, that is with their mean gold score.
 
     Source: Nakano et al. 2021, arXiv:2112.09332, appendix I; Gao et al. 2022, arXiv:2210.10760, section 2.
     """

@@ -84,10 +84,11 @@ class AnswerSpec(Settings):
     """A reward for responses whose answer is that of a column of the prompt's row.
 
     Attributes:
-        match: gsm8k: the number after `####`, or else in `\\boxed{}`, or else the last number, is equal to that of the column
-            (`1,000.0` is 1000, `3/4` is 0.75). exact: the texts are equal without case, white space and punctuation at the
-            ends of words, and with equal numbers. boxed: the last `\\boxed{}` holds the column's text; brackets have to be the
-            same, blanks, a unit in `\\text{}`, `x =` and the usual ways to write a fraction or a root do not count.
+        match: gsm8k: the number after `####`, or else in `\\boxed{}`, or else the last number, is equal to that of the
+            column (`1,000.0` is 1000, `3/4` is 0.75). exact: the texts are equal without case, white space and
+            punctuation at the ends of words, and with equal numbers. boxed: the last `\\boxed{}` holds the column's
+            text; brackets have to be the same, blanks, a unit in `\\text{}`, `x =` and the usual ways to write a
+            fraction or a root do not count.
         column: of the prompts; a text, a number, or a list of accepted answers.
         value: reward of a right answer.
         otherwise: reward of a wrong one.
@@ -111,7 +112,8 @@ class CodeSpec(SandboxLimits):
             `{input, output}` of what the program reads and has to print. Limits are those of one test.
         reward: the share of the tests that pass, or 1 only where all pass.
         processes: tests that one rank runs side by side.
-        solution: column of a reference solution, run at the start: rows whose tests it fails are refused. None: not run.
+        solution: column of a reference solution, run at the start: rows whose tests it fails are refused. None: not
+            run.
     """
 
     _: KW_ONLY
@@ -127,7 +129,8 @@ class ServiceSpec(Settings):
 
     Attributes:
         url: of the service.
-        key_variable: environment variable that holds the key, sent as a bearer token; None: no key. The URL may hold none.
+        key_variable: environment variable that holds the key, sent as a bearer token; None: no key. The URL may hold
+            none.
         timeout_seconds: for one whole request.
         retries: further requests after a failed one: no connection, time-out, status 408, 409, 425, 429 or 5xx.
         backoff_seconds: pause before the first of them, doubled each time, with jitter; a Retry-After header counts
@@ -215,18 +218,20 @@ class RewardSpec(Settings):
     score = sum over the entries of weight * clip(normalize(part))
 
     Attributes:
-        reward_model: directory or Hub id of a reward model of any architecture and tokenizer; one with a tokenizer or chat
-            template of its own reads texts through it.
-        reward_combine: how the scores of an ensemble become one: mean, min, or lower (mean - reward_std_coef * deviation).
+        reward_model: directory or Hub id of a reward model of any architecture and tokenizer; one with a tokenizer or
+            chat template of its own reads texts through it.
+        reward_combine: how the scores of an ensemble become one: mean, min, or lower (mean - reward_std_coef *
+            deviation).
         reward_std_coef: weight of the deviation in `lower`.
         function: module:name of a Python function f(prompts, responses, **columns) -> one number for each response, or
-            None where it does not apply; the module lies beside the config or in the working directory, or is installed.
-            Columns are the prompts' further columns, as lists; a function without `**columns` gets those that it names.
-            With `completions` in place of `responses` it is called as trl calls it: for a prompt of messages a
-            completion is a list with the assistant's message. From Python the function itself may stand here.
+            None where it does not apply; the module lies beside the config or in the working directory, or is
+            installed. Columns are the prompts' further columns, as lists; a function without `**columns` gets those
+            that it names. With `completions` in place of `responses` it is called as trl calls it: for a prompt of
+            messages a completion is a list with the assistant's message. From Python the function itself may stand
+            here.
         length: a penalty for responses longer or shorter than wanted.
-        format: a named format (think_answer, gsm8k, boxed), a regular expression, or a section; the whole response has to
-            match.
+        format: a named format (think_answer, gsm8k, boxed), a regular expression, or a section; the whole response has
+            to match.
         regex: a regular expression, or a section; it has to match somewhere in the response.
         answer: gsm8k, exact or boxed, or a section: a reward for the answer of a column.
         code: a reward for Python code that passes unit tests; `{}` for the usual settings. Linux only.
@@ -234,8 +239,8 @@ class RewardSpec(Settings):
         weight: factor of this part; negative for a penalty.
         name: in metrics, `score/NAME`; None: made of the kind.
         clip: [low, high] of the part, after its normalization and before its weight; null: no bounds.
-        normalize: first: mean 0 and deviation 1 on the first samples, fixed for the whole run. running: on all samples so
-            far. none: as it is. null: first for a reward model without a scale of its own, none for the other kinds.
+        normalize: first: mean 0 and deviation 1 on the first samples, fixed for the whole run. running: on all samples
+            so far. none: as it is. null: first for a reward model without a scale of its own, none for the other kinds.
     """
 
     reward_model: str | None = None
@@ -378,8 +383,8 @@ def check_rewards(
         raise ValueError("say what is rewarded: reward_model=DIR, or a list `rewards` of entries")
     if rewards and reward_model is not None:
         raise ValueError(
-            "reward_model is the short form of a list `rewards` with one entry, so both cannot be given; write it as an "
-            "entry `- reward_model: DIR` of rewards"
+            "reward_model is the short form of a list `rewards` with one entry, so both cannot be given; write it as "
+            "an entry `- reward_model: DIR` of rewards"
         )
     if rewards and (combine != "mean" or std_coef != 1):
         raise ValueError("reward_combine and reward_std_coef stand in their entry of rewards, where rewards are a list")

@@ -1,6 +1,7 @@
 """The thread that runs the model, and the HTTP routes of OpenAI's protocol over it.
 
-Requests of all clients decode side by side in the one thread. Starlette (extra `serve`) is imported when an app is built.
+Requests of all clients decode side by side in the one thread. Starlette (extra `serve`) is imported when an app is
+built.
 """
 
 import asyncio
@@ -95,8 +96,8 @@ class ModelThread:
     def submit(self, requests: Sequence[DecodingRequest], receivers: Sequence[Receiver]) -> Callable[[], None]:
         """Hand requests over; the function returned forgets those that have not finished.
 
-        Each receiver gets its request's tokens, of which the last one has a `finish`, or an error, also where the thread
-        has ended.
+        Each receiver gets its request's tokens, of which the last one has a `finish`, or an error, also where the
+        thread has ended.
         """
         taken: list[tuple[int, Receiver]] = []
         self._order(lambda: self._add(requests, receivers, taken))
@@ -386,8 +387,8 @@ def check_client(request: "Request", key: str | None, remote: bool) -> None:
 
     Args:
         key: that clients have to send as a bearer token; None: no key.
-        remote: other machines may connect. Where not, a page of another site that has its name resolve to this machine is
-            known by that name in the Host header.
+        remote: other machines may connect. Where not, a page of another site that has its name resolve to this machine
+            is known by that name in the Host header.
     """
     host = request.headers.get("host", "")
     name, _, port = host.rpartition(":")
@@ -401,7 +402,8 @@ def check_client(request: "Request", key: str | None, remote: bool) -> None:
 async def json_body(request: "Request") -> object:
     """The JSON in a request's body.
 
-    A form of another site's page can send text to this address, but no JSON without asking first; so the type is checked.
+    A form of another site's page can send text to this address, but no JSON without asking first; so the type is
+    checked.
     """
     from starlette.requests import ClientDisconnect
 

@@ -1,7 +1,7 @@
 """The page of `alignment label` over HTTP, by Python's own server: on the loopback interface, for those who have the token.
 
-Nothing is answered without the token, under another host's name, or to a page of another origin. Questions and answers come
-from functions that are handed in.
+Nothing is answered without the token, under another host's name, or to a page of another origin. Questions and answers
+come from functions that are handed in.
 """
 
 import json
@@ -27,8 +27,8 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 POLICY = (
-    "default-src 'none'; script-src 'nonce-{0}'; style-src 'nonce-{0}'; connect-src 'self'; img-src data:; base-uri 'none'; "
-    "form-action 'none'; frame-ancestors 'none'"
+    "default-src 'none'; script-src 'nonce-{0}'; style-src 'nonce-{0}'; connect-src 'self'; img-src data:; base-uri "
+    "'none'; form-action 'none'; frame-ancestors 'none'"
 )
 
 # That a client is told; an OSError: the file of labels cannot be written.

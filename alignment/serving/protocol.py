@@ -227,7 +227,8 @@ class ResponseChoice:
 class AnswerWriter:
     """Writes the answer to one request, whole or as chunks.
 
-    The `tokenizer` is for the texts of single tokens; `stop_ids` have no log-probability in an answer, as they have no text.
+    The `tokenizer` is for the texts of single tokens; `stop_ids` have no log-probability in an answer, as they have no
+    text.
     """
 
     def __init__(self, asked: Body, model: str, tokenizer: Tokenizer, stop_ids: Sequence[int]):

@@ -30,8 +30,8 @@ from alignment.training.run.lineage import code_version, differences, hash_of_en
 # seconds by other means (`propagate_failures`), so a long timeout costs nothing.
 TIMEOUT = timedelta(hours=2)
 
-# The launch file's `fsdp_config`, which Accelerate passes on as FSDP_* variables: setting -> supported values (the first
-# one is the default), and the advice for any other value.
+# The launch file's `fsdp_config`, which Accelerate passes on as FSDP_* variables: setting -> supported values (the
+# first one is the default), and the advice for any other value.
 # `fsdp_cpu_ram_efficient_loading`, `fsdp_sync_module_states` and `fsdp_use_orig_params` are ignored: Accelerate always
 # sends them, and with any value all ranks start with rank 0's weights.
 FSDP_SETTINGS: dict[str, tuple[tuple[str, ...], str]] = {

@@ -136,8 +136,8 @@ class Engine:
                 except torch.OutOfMemoryError as error:
                     raise UserError(
                         f"out of memory in update {number}, on a micro-batch of {sum(batch.lengths)} tokens (rows "
-                        f"{_join_names(batch.row_ids)}): lower training.micro_batch_tokens, which changes no result, or set "
-                        "training.gradient_checkpointing=true"
+                        f"{_join_names(batch.row_ids)}): lower training.micro_batch_tokens, which changes no result, "
+                        "or set training.gradient_checkpointing=true"
                     ) from error
                 term_sums.add(loss, batch)
         rate = learning_rate_at(number, self.config, self.total_steps)

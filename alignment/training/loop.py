@@ -1,6 +1,7 @@
 """The plain loop: rows in order, one update after another, with logs, evaluation, checkpoints and resumption.
 
-PPO has a loop of its own, and shares `load_run_state` and `save_run_state`. The bounds of healthy training are here too.
+PPO has a loop of its own, and shares `load_run_state` and `save_run_state`. The bounds of healthy training are here
+too.
 """
 
 import math
@@ -36,7 +37,8 @@ from alignment.training.terms import Collate, LossFn, Term, averages, shard_rows
 MOST_SECONDS = 600.0  # between two saves
 LEAST_SECONDS = 10.0
 SAVE_FACTOR = 50  # times as long as the last save took
-# Of what a stage logs of its own samples, beyond which the run goes wrong: of alarms while it runs, of a diagnosis after.
+# Of what a stage logs of its own samples, beyond which the run goes wrong: of alarms while it runs, of a diagnosis
+# after.
 ENTROPY_LEFT = 0.3  # of the first entropy: a third of the nats per token leaves one way to say each thing
 DISTINCT_LEFT = 0.5  # of the first share of distinct responses
 REPETITION = 0.2  # share of repeated n-grams; fluent text has a few percent
@@ -75,8 +77,8 @@ def fit(
 ) -> None:
     """Train from the newest checkpoint, or from the start, to `engine.total_steps` or to an early stop.
 
-    A signal that asks the run to stop takes effect at the end of an update, when its evaluation is done and logged: then
-    SystemExit (143 or 130), a checkpoint being saved.
+    A signal that asks the run to stop takes effect at the end of an update, when its evaluation is done and logged:
+    then SystemExit (143 or 130), a checkpoint being saved.
 
     Args:
         stream: row order as a pure function of the step, the same on every rank.
@@ -85,8 +87,8 @@ def fit(
         update: one update of the engine on the rows of a global batch, given the batch's number from 0 too, in place of
             one term of `loss_fn` over them; returns the metrics to log.
         evaluate: metrics to log in place of those means; it may draw random numbers without changing the training.
-        save: writes the trained model, right after the last update (the best weights after the last evaluation): an error
-            in the last evaluation does not lose it, and a signal that comes meanwhile waits for it.
+        save: writes the trained model, right after the last update (the best weights after the last evaluation): an
+            error in the last evaluation does not lose it, and a signal that comes meanwhile waits for it.
         observe: called with the update's number at every evaluation, such as to write samples.
         remembers: what `update` knows of the updates before, for checkpoints.
     """
@@ -207,9 +209,9 @@ def load_run_state(run: Run, engines: Engines, training: TrainingConfig) -> dict
         )
     if state["extended"]:
         run.note(
-            f"the run was finished after step {state['step']} and goes on; rows that its last batch left of an epoch are passed "
-            "over, and a learning rate whose schedule depends on the length followed that of the shorter run until here: then the "
-            "result is not that of a run of this length from the start"
+            f"the run was finished after step {state['step']} and goes on; rows that its last batch left of an epoch "
+            "are passed over, and a learning rate whose schedule depends on the length followed that of the shorter "
+            "run until here: then the result is not that of a run of this length from the start"
         )
     return state
 
@@ -243,8 +245,9 @@ def save_run_state(
 def is_save_due(run: Run, engines: Engines, training: TrainingConfig, step: int) -> bool:
     """True where a checkpoint is due after `step`. Of `save_every_steps: auto`, rank 0's clock decides.
 
-    auto: after each tenth of the run and after ten minutes, but not before 50 times as long as a save takes, so that about
-    2 % of the time goes into it; at the end, that counts from the start. What the disk has no space for is not due.
+    auto: after each tenth of the run and after ten minutes, but not before 50 times as long as a save takes, so that
+    about 2 % of the time goes into it; at the end, that counts from the start. What the disk has no space for is not
+    due.
     """
     every = training.save_every_steps
     last = step == run.total

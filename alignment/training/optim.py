@@ -56,8 +56,9 @@ class OptimConfig(Settings):
         learning_rate: peak, reached after the warm-up.
         name: adamw (fused). adamw_8bit: its two moments in 8 bits each, by bitsandbytes; paged_adamw_8bit: they move
             between GPU and CPU memory as needed, CUDA only. adafactor: the second moment as one value per row and
-            column, no first moment. muon: orthogonalized momentum for the matrices of the blocks, its rate scaled so that
-            those of AdamW can be kept, and AdamW for the rest (embeddings, heads, vectors, LoRA). sgd: with momentum.
+            column, no first moment. muon: orthogonalized momentum for the matrices of the blocks, its rate scaled so
+            that those of AdamW can be kept, and AdamW for the rest (embeddings, heads, vectors, LoRA). sgd: with
+            momentum.
         weight_decay: on matrices (weights and embeddings); biases, norms and other vectors are not decayed. Decoupled
             from the gradient, except with sgd, where it is added to the gradient.
         betas: decay rates of AdamW's two moments.
@@ -74,9 +75,9 @@ class OptimConfig(Settings):
         timescale: of inverse_sqrt, in updates; null: the length of the warm-up, or 10,000 without one.
         max_grad_norm: the global gradient norm is clipped to this; 0 turns clipping off.
 
-    Source: Loshchilov and Hutter 2019, arXiv:1711.05101 (AdamW); Dettmers et al. 2022, arXiv:2110.02861 (8 bits); Shazeer
-    and Stern 2018, arXiv:1804.04235 (Adafactor); Jordan et al. 2024, kellerjordan.github.io/posts/muon, and Liu et al.
-    2025, arXiv:2502.16982, section 2.2 (Muon); Hayou et al. 2024, arXiv:2402.12354 (LoRA+); Haegele et al. 2024,
+    Source: Loshchilov and Hutter 2019, arXiv:1711.05101 (AdamW); Dettmers et al. 2022, arXiv:2110.02861 (8 bits);
+    Shazeer and Stern 2018, arXiv:1804.04235 (Adafactor); Jordan et al. 2024, kellerjordan.github.io/posts/muon, and Liu
+    et al. 2025, arXiv:2502.16982, section 2.2 (Muon); Hayou et al. 2024, arXiv:2402.12354 (LoRA+); Haegele et al. 2024,
     arXiv:2405.18392 (wsd with 1-sqrt); Zhai et al. 2022, arXiv:2106.04560 (inverse_sqrt).
     """
 
@@ -102,8 +103,8 @@ class OptimConfig(Settings):
         Rule(
             "learning_rate",
             lambda c: c.learning_rate > c.highest_rate,
-            "must be at most 1, got {self.learning_rate}: every weight would move by about as much in each update; 1e-5 is "
-            "usual for fine-tuning, 1e-3 for small models",
+            "must be at most 1, got {self.learning_rate}: every weight would move by about as much in each update; "
+            "1e-5 is usual for fine-tuning, 1e-3 for small models",
         ),
         Rule(
             "learning_rates",
@@ -112,12 +113,14 @@ class OptimConfig(Settings):
         Rule(
             "learning_rates",
             lambda c: [key for key, factor in c.learning_rates.items() if factor * c.learning_rate > c.highest_rate],
-            "of {found} times learning_rate {self.learning_rate} must be at most 1: such a weight would move by as much",
+            "of {found} times learning_rate {self.learning_rate} must be at most 1: such a weight would move by as "
+            "much",
         ),
         Rule(
             "warmup_steps",
             lambda c: c.warmup_steps and c.warmup_ratio,
-            "({self.warmup_steps}) and warmup_ratio ({self.warmup_ratio}) both say how long the warm-up is: leave one out",
+            "({self.warmup_steps}) and warmup_ratio ({self.warmup_ratio}) both say how long the warm-up is: leave one "
+            "out",
         ),
         Rule(
             "min_learning_rate_ratio",
@@ -136,7 +139,8 @@ class OptimConfig(Settings):
         """The largest sensible learning rate.
 
         AdamW moves a weight by up to learning_rate * |g| / (|g| + eps): by the rate itself where eps is small. Adafactor
-        and Muon move the weights of a matrix by about the rate, too. SGD's step is proportional to the gradient: no limit.
+        and Muon move the weights of a matrix by about the rate, too. SGD's step is proportional to the gradient: no
+        limit.
         """
         return math.inf if self.name == "sgd" else max(1.0, self.eps)
 
@@ -171,9 +175,9 @@ def learning_rate_at(update: int, config: OptimConfig, total_steps: int) -> floa
             else:                peak * (s + (1 - s) * shape((k - (T - d)) / d))
         inverse_sqrt:            peak / sqrt((k - w + t) / t)                        t = timescale
     where shape(x) falls from 1 to 0: (1 + cos(pi x)) / 2, 1 - x, or 1 - sqrt(x).
-    The first update of a run with a warm-up thus uses 0, and the end value belongs to update T + 1, as in transformers. A
-    warm-up of wsd that would reach into the decay shortens the decay. A ratio of warm-up is rounded up, as in transformers,
-    and leaves at least one update at the peak.
+    The first update of a run with a warm-up thus uses 0, and the end value belongs to update T + 1, as in transformers.
+    A warm-up of wsd that would reach into the decay shortens the decay. A ratio of warm-up is rounded up, as in
+    transformers, and leaves at least one update at the peak.
     """
     done = update - 1
     warmup = config.warmup_steps
@@ -216,7 +220,8 @@ BLOCK_SIZE = 256  # elements of an 8-bit moment that share a scale
 CODE_TABLES = {"qmap1": "dynamic", "qmap2": "udynamic"}  # bitsandbytes' values of the 256 codes, equal for all tensors
 CODE_TABLE_BYTES = 2 * 256 * 4
 # Why an optimizer cannot run on a backend. ZeRO flattens the parameters of a group into one vector, of which each rank
-# updates a part: only elementwise updates keep their meaning. adamw_8bit does, with blocks that may span two parameters.
+# updates a part: only elementwise updates keep their meaning. adamw_8bit does, with blocks that may span two
+# parameters.
 UNSUPPORTED = {
     ("adamw_8bit", "fsdp2"): "bitsandbytes cannot read sharded tensors (DTensor)",
     ("adafactor", "fsdp2"): "transformers' Adafactor cannot read sharded tensors (DTensor)",
@@ -261,8 +266,8 @@ class AdamW(torch.optim.AdamW):
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
     """The optimizer of `config.name` over the trainable parameters.
 
-    Adafactor is transformers', without relative steps and without scaling by the parameter: an update is the rate of the
-    schedule times a tensor whose root mean square is at most 1. torch's own multiplies the rate by the root
+    Adafactor is transformers', without relative steps and without scaling by the parameter: an update is the rate of
+    the schedule times a tensor whose root mean square is at most 1. torch's own multiplies the rate by the root
     mean square of the parameter, so that `learning_rate` would not be the rate.
     """
     trainable = trainable_parameters(model)
@@ -352,8 +357,8 @@ def _learning_rate_scales(names: Sequence[str], learning_rates: Mapping[str, flo
             )
         if all(name in scales for name in found):
             raise UserError(
-                f"optim.learning_rates: {pattern!r} has no effect: patterns before it match all its parameters, and the "
-                "first one counts; move it up, or leave it out"
+                f"optim.learning_rates: {pattern!r} has no effect: patterns before it match all its parameters, and "
+                "the first one counts; move it up, or leave it out"
             )
         scales |= {name: factor for name in found if name not in scales}
     return scales
@@ -368,8 +373,8 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) ->
 def hidden_matrices(model: nn.Module) -> dict[str, nn.Parameter]:
     """The trainable parameters that Muon takes: the 2-D weights of a model's blocks, the entries of a ModuleList.
 
-    Embeddings are left out wherever they are (a relative position bias lies in a block), and so are LoRA's factors, whose
-    product is the matrix, and experts stored as one 3-D tensor.
+    Embeddings are left out wherever they are (a relative position bias lies in a block), and so are LoRA's factors,
+    whose product is the matrix, and experts stored as one 3-D tensor.
     """
     inside, embedded = (
         {id(x) for module in model.modules() if isinstance(module, kind) for x in module.parameters()}
@@ -434,8 +439,8 @@ def check_optimizer(config: OptimConfig, kind: str) -> None:
     name = "adamw_8bit" if config.name in EIGHT_BIT else config.name
     if (name, kind) in UNSUPPORTED:
         raise UserError(
-            f"optim.name {config.name} does not run under {kind}: {UNSUPPORTED[name, kind]}; choose adamw, or launch with "
-            "configs/launch/ddp.yaml"
+            f"optim.name {config.name} does not run under {kind}: {UNSUPPORTED[name, kind]}; choose adamw, or launch "
+            "with configs/launch/ddp.yaml"
         )
     if config.name in EIGHT_BIT and has_apple_gpu():
         raise UserError(f"optim.name {config.name} does not run on Apple's GPUs; choose adamw")
@@ -443,5 +448,6 @@ def check_optimizer(config: OptimConfig, kind: str) -> None:
         raise UserError(f"optim.name {config.name} needs bitsandbytes: {install_advice('quantization')}")
     if config.name == "paged_adamw_8bit" and not torch.cuda.is_available():
         raise UserError(
-            "optim.name paged_adamw_8bit moves its state between GPU and CPU memory, and there is no GPU: choose adamw_8bit"
+            "optim.name paged_adamw_8bit moves its state between GPU and CPU memory, and there is no GPU: choose "
+            "adamw_8bit"
         )

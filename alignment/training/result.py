@@ -1,8 +1,8 @@
 """The weights that a run writes to model/: of its last update or best evaluation, or their moving average.
 
-The best weights are a checkpoint of their own, checkpoints/best/step-000080, which rotation does not reach. One of an earlier
-best stays as long as a checkpoint that the run may resume from knows it as the best. Where the best weights are lost, model/
-holds the last ones, and the run ends with an error.
+The best weights are a checkpoint of their own, checkpoints/best/step-000080, which rotation does not reach. One of an
+earlier best stays as long as a checkpoint that the run may resume from knows it as the best. Where the best weights are
+lost, model/ holds the last ones, and the run ends with an error.
 """
 
 import json
@@ -21,8 +21,8 @@ from alignment.training.run.directory import Run
 from alignment.training.settings import EarlyStopping, TrainingConfig, is_lower_better
 
 NO_EVALUATION = (
-    "training.keep_best, training.early_stopping: nothing is evaluated, because data.evaluation names no rows; name some, or "
-    "hold a share of data.train out by data.evaluation_share, or leave them out"
+    "training.keep_best, training.early_stopping: nothing is evaluated, because data.evaluation names no rows; name "
+    "some, or hold a share of data.train out by data.evaluation_share, or leave them out"
 )
 ALL = 10**9  # checkpoints in checkpoints/best that a save leaves; `Result` chooses among them
 
@@ -111,7 +111,8 @@ class Result:
         self.best = replace(self.best, **state["best"])
         if self._run.is_main and self.best.value is not None and (problems := self._problems(self.best)):
             self._run.note(
-                f"the best weights, of step {self.best.step}, are lost, unless a later evaluation is better: {'; '.join(problems)}"
+                f"the best weights, of step {self.best.step}, are lost, unless a later evaluation is better: "
+                f"{'; '.join(problems)}"
             )
         if self.exhausted:
             self._run.note(f"{self.best.metric} no longer improved: the run has ended, and goes no further")

@@ -85,30 +85,32 @@ class TrainingConfig(Settings):
             fits, found at the start of the run, whose config.yaml then holds it.
         seed: of data order, initialization and dropout.
         precision: of the computation; weights and optimizer state are float32 with each. tf32: float32 whose products a
-            GPU from Ampere on rounds to 10 bits, many times as fast. auto: bf16 where the GPU or CPU here has instructions
-            for it, else fp32; config.yaml then holds which.
+            GPU from Ampere on rounds to 10 bits, many times as fast. auto: bf16 where the GPU or CPU here has
+            instructions for it, else fp32; config.yaml then holds which.
         gradient_checkpointing: recompute activations in the backward pass instead of keeping them.
         keep_activations: what is not recomputed even so: nothing (least memory), attention's outputs, or those of all
             matrix products too (least recomputation).
-        share_prompts: compute the prompt of a pair, or of several responses, once for all of them; a matter of speed, which
-            changes no result but for rounding. Where dropout acts, the responses share what it drops from the prompt.
-        compile: run the model's blocks through torch.compile, in training and in PPO's sampling; the first update waits for
-            the compiler.
-        save_every_steps: updates between two checkpoints. auto: a tenth of the run, or ten minutes where those are sooner,
-            but ten seconds or 50 times as long as the last save took apart. 0 saves one only when a signal stops the run. A
-            checkpoint takes 12 bytes for each trained weight: 96 GB for 8 billion.
-        keep_last_checkpoints: number of newest checkpoints that stay on disk; with save_every_steps: auto, a finished run
-            keeps that of its end alone.
-        max_shard_size: of a file of the finished model, such as 5GB; a larger model is written in several, with an index.
+        share_prompts: compute the prompt of a pair, or of several responses, once for all of them; a matter of speed,
+            which changes no result but for rounding. Where dropout acts, the responses share what it drops from the
+            prompt.
+        compile: run the model's blocks through torch.compile, in training and in PPO's sampling; the first update waits
+            for the compiler.
+        save_every_steps: updates between two checkpoints. auto: a tenth of the run, or ten minutes where those are
+            sooner, but ten seconds or 50 times as long as the last save took apart. 0 saves one only when a signal
+            stops the run. A checkpoint takes 12 bytes for each trained weight: 96 GB for 8 billion.
+        keep_last_checkpoints: number of newest checkpoints that stay on disk; with save_every_steps: auto, a finished
+            run keeps that of its end alone.
+        max_shard_size: of a file of the finished model, such as 5GB; a larger model is written in several, with an
+            index.
         evaluate_every_steps: 0 evaluates only after the last update.
-        keep_best: metric of the evaluation, such as held_out_loss or held_out_accuracy, by which the best weights are kept
-            as a checkpoint of their own; model/ then holds them in place of the last ones. None: the metric of
+        keep_best: metric of the evaluation, such as held_out_loss or held_out_accuracy, by which the best weights are
+            kept as a checkpoint of their own; model/ then holds them in place of the last ones. None: the metric of
             early_stopping where that is set, else the last weights are the result.
         early_stopping: end the run where the evaluation no longer improves; None runs to the end.
-        ema_decay: keep an exponential moving average of the trained weights with this decay, such as 0.999; it is what is
-            evaluated and written to model/. It takes the memory of another copy of the trained weights.
-        resume: continue from the newest complete checkpoint in the run's directory. A finished run goes on where epochs or
-            max_steps has grown and it kept the checkpoint of its end.
+        ema_decay: keep an exponential moving average of the trained weights with this decay, such as 0.999; it is what
+            is evaluated and written to model/. It takes the memory of another copy of the trained weights.
+        resume: continue from the newest complete checkpoint in the run's directory. A finished run goes on where epochs
+            or max_steps has grown and it kept the checkpoint of its end.
         again: repeat a run that is finished, or was stopped, from the beginning; its checkpoints and logs are deleted.
         trackers: further trackers known to Accelerate, such as wandb, mlflow or trackio.
         tracking: where these trackers file the run.
@@ -155,7 +157,8 @@ class TrainingConfig(Settings):
         Rule(
             "keep_best",
             lambda c: c.early_stopping is not None and c.keep_best not in (None, c.early_stopping.metric),
-            "({self.keep_best}) and early_stopping.metric ({self.early_stopping.metric}) must be the same; leave it out",
+            "({self.keep_best}) and early_stopping.metric ({self.early_stopping.metric}) must be the same; leave it "
+            "out",
         ),
     )
 

@@ -17,8 +17,9 @@ PEAK_TFLOPS = {  # device -> dense, with float32 sums; from the vendors' data sh
     "H200": {"bf16": 989.4, "tf32": 494.7, "fp32": 66.9},
 }
 PEAK_BANDWIDTH = {"RTX 4090": 1.0e12, "A100": 1.6e12, "H100": 3.35e12, "H200": 4.8e12}  # bytes per second of memory
-# Compute capability -> operations of a multiprocessor in a cycle of the largest clock, bf16 and float32: the data sheets'
-# rates over the multiprocessors and that clock. Of GeForce cards the tensor cores sum in float32 at half the rate.
+# Compute capability -> operations of a multiprocessor in a cycle of the largest clock, bf16 and float32: the data
+# sheets' rates over the multiprocessors and that clock. Of GeForce cards the tensor cores sum in float32 at half the
+# rate.
 PER_CYCLE = {
     (8, 0): (2048, 128), (8, 6): (1024, 256), (8, 7): (1024, 256), (8, 9): (1024, 256), (9, 0): (3785, 256),
     (10, 0): (7737, 256), (10, 3): (7737, 256), (12, 0): (1024, 256), (12, 1): (1024, 256),

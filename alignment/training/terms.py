@@ -33,9 +33,9 @@ class LossSum:
     Attributes:
         total: the SUM of the loss over everything that counts, a scalar with gradient.
         metrics: sums likewise; each is divided by its term's global weight when logged.
-        means: (sum, weight) of metrics with a weight of their own, the same names on every rank; left out of the log where
-            the weight is 0 over the whole update. Of `perplexity` and `perplexity/SOURCE` the mean is in nats, and its
-            exponential is logged.
+        means: (sum, weight) of metrics with a weight of their own, the same names on every rank; left out of the log
+            where the weight is 0 over the whole update. Of `perplexity` and `perplexity/SOURCE` the mean is in nats,
+            and its exponential is logged.
     """
 
     total: Tensor
@@ -140,7 +140,8 @@ def flatten_sums(sums: list[MetricSums], device: torch.device) -> tuple[list[tup
     """All sums of an update in one vector, for a single reduction over ranks.
 
     Returns:
-        (term's position, key of `LossSum.named_sums`) of each sum; and the vector: the total of each term, then these sums.
+        (term's position, key of `LossSum.named_sums`) of each sum; and the vector: the total of each term, then these
+        sums.
     """
     names = [(position, name) for position, part in enumerate(sums) for name in sorted(part.metrics)]
     zero = torch.zeros((), device=device)

@@ -48,15 +48,17 @@ class PreferenceConfig(Settings):
     Attributes:
         policy: the checkpoint to start from, usually the SFT policy.
         output: the run's directory.
-        loss: sigmoid (DPO, also named dpo), sigmoid_norm (on means over tokens), robust, ipo, hinge (SLiC), exo_pair, discopop, odpo,
-            rdpo, nca_pair, bco_pair, bco, sppo_hard, apo_zero, apo_down, aot, aot_unpaired, simpo, orpo, cpo, kto,
-            apo_zero_unpaired or plackett_luce (K responses with ranks); or several with their weights, {sigmoid: 0.8, bco_pair: 0.2}.
-        reference: checkpoint of the reference; None: the starting checkpoint itself, also after a resume. simpo, orpo and
-            cpo have none.
+        loss: sigmoid (DPO, also named dpo), sigmoid_norm (on means over tokens), robust, ipo, hinge (SLiC), exo_pair,
+            discopop, odpo, rdpo, nca_pair, bco_pair, bco, sppo_hard, apo_zero, apo_down, aot, aot_unpaired, simpo,
+            orpo, cpo, kto, apo_zero_unpaired or plackett_luce (K responses with ranks); or several with their weights,
+            {sigmoid: 0.8, bco_pair: 0.2}.
+        reference: checkpoint of the reference; None: the starting checkpoint itself, also after a resume. simpo, orpo
+            and cpo have none.
         beta: pull towards the reference, > 0; scale of the reward of simpo and cpo, weight of orpo's odds-ratio term.
-            None: the loss's default, 0.1 for most, 2 for simpo, 5 for sigmoid_norm, 0.05 for discopop, 0.001 for sppo_hard.
-        label_smoothing: share of labels assumed flipped, in [0, 0.5): of sigmoid (cDPO), sigmoid_norm, robust, exo_pair,
-            cpo, aot and aot_unpaired. None: 0, of robust 0.1, of exo_pair 0.001.
+            None: the loss's default, 0.1 for most, 2 for simpo, 5 for sigmoid_norm, 0.05 for discopop, 0.001 for
+                sppo_hard.
+        label_smoothing: share of labels assumed flipped, in [0, 0.5): of sigmoid (cDPO), sigmoid_norm, robust,
+            exo_pair, cpo, aot and aot_unpaired. None: 0, of robust 0.1, of exo_pair 0.001.
         gamma: of simpo: reward by which the chosen response should lead; None: 1.
         tau: of discopop: width of the change between its two costs; None: 0.05.
         length_penalty: of rdpo: reward taken away for each token; None: 0.01.
@@ -64,8 +66,8 @@ class PreferenceConfig(Settings):
         offset_scale: of odpo: log or linear, of the rows' margins; None: log.
         f_divergence: reverse_kl (DPO's own), forward_kl, js or alpha, for losses of reward differences.
         f_alpha: of the alpha-divergence, in (0, 1]; 0 would be the reverse, 1 is the forward KL.
-        sft_coef: weight of the mean negative log-likelihood per token of the chosen responses; None: the loss's default, 1
-            for orpo and cpo, 0 for the others.
+        sft_coef: weight of the mean negative log-likelihood per token of the chosen responses; None: the loss's
+            default, 1 for orpo and cpo, 0 for the others.
         adapter: train an adapter, without dropout; the reference is then the same weights with the adapter off.
         chat_template: a built-in one's name (chatml, llama3, ...) or a Jinja file, also saved with the model; None: the
             tokenizer's own.
@@ -116,8 +118,8 @@ class PreferenceConfig(Settings):
         Rule(
             "f_divergence",
             lambda c: c.f_divergence != "reverse_kl" and not all(loss.spec.by_difference for loss in c.losses),
-            "{self.f_divergence} leaves a constant of each prompt unknown, which only the difference of two rewards is free of; "
-            "{self.loss_names} needs the rewards themselves. It goes with "
+            "{self.f_divergence} leaves a constant of each prompt unknown, which only the difference of two rewards is "
+            "free of; {self.loss_names} needs the rewards themselves. It goes with "
             + ", ".join(name for name, spec in LOSSES.items() if spec.by_difference),
         ),
         Rule(
@@ -172,8 +174,8 @@ class DPOConfig(PreferenceConfig):
 
     Attributes:
         data: comparisons; labels for kto and apo_zero_unpaired, rankings for plackett_luce.
-        reference_log_probs: compute: by the reference at every update; cache: once, before the first update, and kept on
-            disk under a hash of weights and rows, so that the reference leaves the memory.
+        reference_log_probs: compute: by the reference at every update; cache: once, before the first update, and kept
+            on disk under a hash of weights and rows, so that the reference leaves the memory.
         reference_cache: folder of the cached log-probabilities; None: in the output directory.
         desirable_weight: of kto and apo_zero_unpaired: weight of the rows with desirable responses; None: 1.
         undesirable_weight: of the others; None: 1.
@@ -193,14 +195,14 @@ class DPOConfig(PreferenceConfig):
         Rule(
             "reference_log_probs",
             lambda c: c.cached and c.needs("kl"),
-            "must be compute with kto, which estimates a KL divergence on prompts and responses that each batch pairs anew and "
-            "that cannot be computed beforehand; or take loss=apo_zero_unpaired",
+            "must be compute with kto, which estimates a KL divergence on prompts and responses that each batch pairs "
+            "anew and that cannot be computed beforehand; or take loss=apo_zero_unpaired",
         ),
         Rule(
             "reference_log_probs",
             lambda c: c.cached and c.data.streaming,
-            "cache computes them for all rows before the first update, and data.streaming does not know these; set it to "
-            "compute, or data.streaming=false",
+            "cache computes them for all rows before the first update, and data.streaming does not know these; set it "
+            "to compute, or data.streaming=false",
         ),
         Rule(
             "reference_cache",

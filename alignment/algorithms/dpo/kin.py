@@ -1,8 +1,8 @@
 """DPO's kin: the cost of each row by the name of the loss, batches of their kinds of rows, and inputs of whole global batches.
 
-KTO's reference point z0 and AOT's order belong to one global batch, BCO's shift to all of them so far: they are computed over
-all rows and all ranks, before each update and without gradient, so that neither micro-batches nor the number of ranks change
-the loss. DPO itself needs none of them.
+KTO's reference point z0 and AOT's order belong to one global batch, BCO's shift to all of them so far: they are
+computed over all rows and all ranks, before each update and without gradient, so that neither micro-batches nor the
+number of ranks change the loss. DPO itself needs none of them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -77,8 +77,8 @@ class GlobalInputs:
     Attributes:
         kl: KTO's reference point, nats, a scalar.
         shift: BCO's shift before it is multiplied by beta, nats.
-        pairs: log-probabilities of all pairs, columns of the chosen and the rejected ones under the policy, then under the
-            reference, nats, [n, 4]; None: AOT sorts the micro-batch alone.
+        pairs: log-probabilities of all pairs, columns of the chosen and the rejected ones under the policy, then under
+            the reference, nats, [n, 4]; None: AOT sorts the micro-batch alone.
         first: place among them of this rank's first pair.
         mean_tokens: tokens of preferred responses for each row, a scalar; None: those of the micro-batch itself.
     """
@@ -92,8 +92,8 @@ class GlobalInputs:
     def order(self, batch: PreferenceBatch, *, paired: bool) -> BatchOrder | None:
         """AOT's values of all pairs; None: the batch is alone.
 
-        Those are the margins, chosen minus rejected, under policy and reference where `paired`, else the log-ratios of the
-        chosen and of the rejected responses.
+        Those are the margins, chosen minus rejected, under policy and reference where `paired`, else the log-ratios of
+        the chosen and of the rejected responses.
         """
         if self.pairs is None or not isinstance(batch, PairBatch) or batch.pair_positions is None:
             return None
@@ -165,8 +165,8 @@ class PreferenceUpdates:
         reference: gives log-probabilities that no batch holds; None where no loss needs them.
         collate: rows -> micro-batches.
         bos: the token at the beginning of every row; None where there is none.
-        shift: BCO's over beta, nats: the mean log-ratio of the chosen and the rejected responses of all updates so far; 0
-            before the first one. An evaluation leaves it as it is.
+        shift: BCO's over beta, nats: the mean log-ratio of the chosen and the rejected responses of all updates so far;
+            0 before the first one. An evaluation leaves it as it is.
         pairs: number of pairs whose log-ratios they are.
 
     Source: BCO's moving average: Jung et al. 2024, arXiv:2404.04656.
@@ -339,7 +339,8 @@ def with_sft(
 ) -> LossSum:
     """The loss with the negative log-likelihood of the batch's preferred responses, as a part of a sum over rows.
 
-    Over the whole global batch the parts add up to (rows) * coef * (mean over the preferred responses' tokens of -log p).
+    Over the whole global batch the parts add up to (rows) * coef * (mean over the preferred responses' tokens of -log
+    p).
     """
     preferred = preferred_responses(batch)
     nll = -torch.where(preferred, responses.policy, 0.0).sum()

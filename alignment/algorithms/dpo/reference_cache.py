@@ -1,8 +1,8 @@
 """The reference's log-probabilities, computed once before training and kept on disk, so that its weights can go.
 
-A file is named by a hash of everything that its numbers depend on: the weights' content, the rows' tokens and masks, the
-type of computation, and the version of this computation. Any change of data, template or weights is another file. A damaged
-file is computed again, and the run notes it.
+A file is named by a hash of everything that its numbers depend on: the weights' content, the rows' tokens and masks,
+the type of computation, and the version of this computation. Any change of data, template or weights is another file. A
+damaged file is computed again, and the run notes it.
 """
 
 import hashlib
@@ -72,7 +72,8 @@ def cached_reference(
 ) -> tuple[RowStream, Sequence[Any]]:
     """Training and held-out rows with the log-probabilities of the config's reference, from disk or computed now.
 
-    The reference is loaded where numbers are missing, before the policy has gradients or optimizer state, and freed again.
+    The reference is loaded where numbers are missing, before the policy has gradients or optimizer state, and freed
+    again.
     """
     assert isinstance(stream, Stream)  # streamed rows are refused with the config
     group = engine.process_group

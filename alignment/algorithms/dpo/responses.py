@@ -255,9 +255,10 @@ def notes_of(lines: Sequence[Mapping[str, float]]) -> Iterator[str]:
     share = now.get("margin_length_share", 0.0)
     if abs(correlation) > CORRELATION or share > LENGTH_SHARE:
         yield (
-            f"length: the correlation of margin and length difference is {correlation:.2f} over the last {count} updates, and "
-            f"{share:.0%} of the mean margin follows from lengths, so the policy may learn length rather than quality; "
-            "loss=rdpo with length_penalty, or a loss on means over tokens (simpo, sigmoid_norm), holds it back"
+            f"length: the correlation of margin and length difference is {correlation:.2f} over the last {count} "
+            f"updates, and {share:.0%} of the mean margin follows from lengths, so the policy may learn length rather "
+            "than quality; loss=rdpo with length_penalty, or a loss on means over tokens (simpo, sigmoid_norm), holds "
+            "it back"
         )
 
 

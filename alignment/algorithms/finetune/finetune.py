@@ -139,8 +139,8 @@ def run(config: FinetuneConfig) -> Path:
     """Fine-tune a model and return its directory, `output/model`.
 
     Each update minimizes the mean of -log p(label) over the labels of the global batch: rows, labeled words, or
-    windows; of numbers the mean squared error. Plain transformers opens the result with the class of its head; for multiple choice with
-    AutoModelForSequenceClassification, one score for each choice.
+    windows; of numbers the mean squared error. Plain transformers opens the result with the class of its head; for
+    multiple choice with AutoModelForSequenceClassification, one score for each choice.
     """
     with open_run(config, "finetune", parents=[config.policy, config.tokenizer]) as run:
         if run.finished:

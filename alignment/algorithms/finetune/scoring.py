@@ -169,8 +169,8 @@ def best_answers(
 ) -> list[str]:
     """The best answer to each question, by the sum of its start and end logits, over all windows of its context.
 
-    With `form.no_answer` it is "" where in every window the first token, read as both ends, has more than the best answer.
-    `logits` are of start and end in each window, [T, 2]; `contexts` go by the index of the question.
+    With `form.no_answer` it is "" where in every window the first token, read as both ends, has more than the best
+    answer. `logits` are of start and end in each window, [T, 2]; `contexts` go by the index of the question.
 
     Source: Devlin et al. 2019, arXiv:1810.04805, sections 4.2 and 4.3, threshold 0.
     """
@@ -196,10 +196,10 @@ def best_answers(
 def predict(source: str, rows: Sequence[Any], *, micro_batch_tokens: int = 16_384) -> list[Any]:
     """The predictions of a model of `alignment finetune` (its `output/model`) for each row, in order.
 
-    Rows by task: classification, a text -> its label; pair_classification, (text, text) -> its label; regression, either
-    -> a number; token_classification, a list of words -> a list of labels, None for words beyond `max_length` or without a token;
-    question_answering, (question, context) -> the answer, "" for none; multiple_choice, (context, choices) -> the index
-    of the best choice.
+    Rows by task: classification, a text -> its label; pair_classification, (text, text) -> its label; regression,
+    either -> a number; token_classification, a list of words -> a list of labels, None for words beyond `max_length` or
+    without a token; question_answering, (question, context) -> the answer, "" for none; multiple_choice, (context,
+    choices) -> the index of the best choice.
     """
     if not rows:
         return []

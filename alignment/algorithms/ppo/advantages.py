@@ -38,16 +38,17 @@ def add_advantages(
 
     The penalty is missing_end_penalty deviations of what it is taken off: 1 with `normalizer`, else `score_deviation`.
 
-    The KL penalty has `kl_estimator`, and stands in the rewards unless kl_in=loss. rloo, grpo and dr_grpo compare the sums
-    of whole responses, and all tokens of a response have the same advantage. Responses without a score are in no mean and no
-    deviation; their rewards, advantages and returns are 0.
+    The KL penalty has `kl_estimator`, and stands in the rewards unless kl_in=loss. rloo, grpo and dr_grpo compare the
+    sums of whole responses, and all tokens of a response have the same advantage. Responses without a score are in no
+    mean and no deviation; their rewards, advantages and returns are 0.
 
     Args:
         normalizer: gives `scale` and `shift`; not read where several rewards were shaped one by one.
         kl_coef: penalty per token.
         reduce: adds a tensor over all ranks, for whitening.
 
-    Source: Ouyang et al. 2022, arXiv:2203.02155, eq. 2; GAE Schulman et al. 2016, arXiv:1506.02438, eq. 16; the others: see
+    Source: Ouyang et al. 2022, arXiv:2203.02155, eq. 2; GAE Schulman et al. 2016, arXiv:1506.02438, eq. 16; the others:
+    see
         `alignment.losses.policy`.
     """
     assert rollout.reference_log_probs is not None

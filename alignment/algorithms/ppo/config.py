@@ -91,9 +91,9 @@ class SamplingSettings(Settings):
             tokenizer's own.
         weights: type of the frozen weights in memory, the reference's and the reward model's among them. Networks that
             are adapters of one base hold its weights once, where FSDP2 or ZeRO do not shard each network by itself.
-        missing_end_penalty: taken off the score of a response that did not end, in deviations of the scores: 1 is 1 where a
-            reward model's scores are normalized, else the deviation of the iteration's scores over all responses. Equal
-            scores have none, and nothing is taken off them.
+        missing_end_penalty: taken off the score of a response that did not end, in deviations of the scores: 1 is 1
+            where a reward model's scores are normalized, else the deviation of the iteration's scores over all
+            responses. Equal scores have none, and nothing is taken off them.
         max_new_tokens: longest response, end token included.
         responses_per_prompt: responses sampled to each prompt; `training.batch_size` counts prompts.
         temperature: of the samples.
@@ -102,12 +102,13 @@ class SamplingSettings(Settings):
             likeliest (0: all). What the sampler logs is the log-probability in the cut distribution; what learns from
             the samples takes that of the whole one, and the KL from the reference is summed over the whole vocabulary,
             which takes one more forward of policy and reference.
-        micro_rollout_batch_size: responses that one process samples side by side. Each holds its keys and values for the
-            longest prompt and `max_new_tokens`; the number changes memory and speed, and no response.
+        micro_rollout_batch_size: responses that one process samples side by side. Each holds its keys and values for
+            the longest prompt and `max_new_tokens`; the number changes memory and speed, and no response.
         rollout_weights: of the policy while it samples, where FSDP2 or ZeRO-3 shards it. gathered: whole on every
             device, gathered once per iteration. sharded: each block is gathered for every token, which is slower and
             takes the memory of one block. auto: gathered where it fits; the choice is printed. It changes no response.
-        cuda_graphs: start all kernels of a decoding step by one call, on a GPU with whole weights. It changes no response.
+        cuda_graphs: start all kernels of a decoding step by one call, on a GPU with whole weights. It changes no
+            response.
         servers: vLLM servers that sample; None: this process does. Their log-probabilities are rounded otherwise, which
             `importance_cap` corrects like samples of earlier weights, and with `rollouts_behind` they sample while this
             process learns.
@@ -202,12 +203,12 @@ class UpdateSettings(Settings):
         advantages: how a response's rewards become advantages. gae: generalized advantage estimation with a value model
             (PPO). Without one: rloo: the reward less the mean of the other responses to the prompt. grpo: less the mean
             of all responses to the prompt, divided by their deviation. dr_grpo: without that division and, by
-            `loss_normalization`, without one by lengths, both of which bias the gradient. reinforce++: reward from the token on,
-            whitened over the whole iteration. remax: less the score of the greedy response to the prompt.
-        kl_in: where the penalty `kl_coef` on leaving the reference stands. reward: taken off the rewards. loss: added to
-            the policy's loss, with its gradient, as in GRPO.
-        kl_estimator: of the penalty per token, with r = log p - log p_ref: k1 = r, k2 = r^2 / 2, k3 = exp(-r) - 1 + r. In
-            the loss k2 has the gradient of the reverse KL of each token, k3 (GRPO's) that of the forward KL.
+            `loss_normalization`, without one by lengths, both of which bias the gradient. reinforce++: reward from the
+            token on, whitened over the whole iteration. remax: less the score of the greedy response to the prompt.
+        kl_in: where the penalty `kl_coef` on leaving the reference stands. reward: taken off the rewards. loss: added
+            to the policy's loss, with its gradient, as in GRPO.
+        kl_estimator: of the penalty per token, with r = log p - log p_ref: k1 = r, k2 = r^2 / 2, k3 = exp(-r) - 1 + r.
+            In the loss k2 has the gradient of the reverse KL of each token, k3 (GRPO's) that of the forward KL.
         clip_range: how far the ratio of new to old probability may fall below 1, and rise above 1 where
             `clip_range_high` is None, before the gradient stops.
         clip_range_high: how far it may rise above 1 (DAPO's clip-higher); None: as far as `clip_range`.
@@ -216,10 +217,10 @@ class UpdateSettings(Settings):
         ratio: token: of each token. sequence: the geometric mean over the response, the same for all its tokens (GSPO),
             whose ranges are far narrower: 3e-4 and 4e-4. It takes advantages of whole responses: rloo, grpo, dr_grpo.
         loss_normalization: what the loss is divided by in an update. None: sequence_mean with ratio=sequence (GSPO's
-            paper, eq. 5), else constant with advantages=dr_grpo, else token_mean. token_mean: the response tokens of the
-            minibatch (DAPO; loss_type=dapo in TRL, token-mean in verl). sequence_mean: each response's tokens, then the responses
-            (GRPO's paper; loss_type=grpo, seq-mean-token-mean). constant: responses times `max_new_tokens`, so that no
-            length is preferred (Dr. GRPO; loss_type=dr_grpo, seq-mean-token-sum-norm).
+            paper, eq. 5), else constant with advantages=dr_grpo, else token_mean. token_mean: the response tokens of
+            the minibatch (DAPO; loss_type=dapo in TRL, token-mean in verl). sequence_mean: each response's tokens, then
+            the responses (GRPO's paper; loss_type=grpo, seq-mean-token-mean). constant: responses times
+            `max_new_tokens`, so that no length is preferred (Dr. GRPO; loss_type=dr_grpo, seq-mean-token-sum-norm).
         entropy_coef: weight of the entropy, taken off the loss; 0 is off.
         target_kl: nats per token; once the mean `approx_kl` of an update exceeds it, the remaining updates of that
             iteration are left out, and a schedule of the learning rate, which counts updates, does not come to its end.
@@ -260,20 +261,21 @@ class UpdateSettings(Settings):
         Rule(
             "kl_in",
             lambda c: c.kl_in == "loss" and c.kl_estimator == "k1",
-            "loss needs kl_estimator=k2 or k3: the gradient of k1, that of log p, is zero in expectation, so nothing would "
-            "hold the policy back (arXiv:2506.09477)",
+            "loss needs kl_estimator=k2 or k3: the gradient of k1, that of log p, is zero in expectation, so nothing "
+            "would hold the policy back (arXiv:2506.09477)",
         ),
         Rule(
             "ratio",
             lambda c: c.ratio == "sequence" and c.advantages not in GROUPED,
             "sequence gives all tokens of a response one ratio, and advantages={self.advantages} gives each token an "
-            f"advantage of its own, of which only the mean would count; take advantages={', '.join(GROUPED)}, or ratio=token",
+            f"advantage of its own, of which only the mean would count; take advantages={', '.join(GROUPED)}, or "
+            "ratio=token",
         ),
         Rule(
             "whiten_advantages",
             lambda c: c.advantages == "dr_grpo" and c.whiten_advantages,
-            "would bring back the division by the deviation, which advantages=dr_grpo leaves out; leave it out, or take "
-            "advantages=grpo",
+            "would bring back the division by the deviation, which advantages=dr_grpo leaves out; leave it out, or "
+            "take advantages=grpo",
         ),
         *(
             Rule(
@@ -330,14 +332,15 @@ class UpdateSettings(Settings):
 class HeldOutConfig(Settings):
     """The judge of held-out prompts, `data.evaluation` or `data.evaluation_share`, and the KL that the run may cost.
 
-    Before the first iteration, after every `training.evaluate_every_steps`-th and after the last one the policy responds
-    to each held-out prompt. Logged are `held_out_score`, the mean score; `held_out_win_rate`, the share of prompts to which
-    the response scores higher than the starting policy's (equal scores count half); `held_out_kl`, the KL of a response
-    from the reference; and `held_out_unscored_share`, the share of responses to which a reward gave no number; one
-    without any score is in no mean. `training.keep_best` and `training.early_stopping` take the first two.
+    Before the first iteration, after every `training.evaluate_every_steps`-th and after the last one the policy
+    responds to each held-out prompt. Logged are `held_out_score`, the mean score; `held_out_win_rate`, the share of
+    prompts to which the response scores higher than the starting policy's (equal scores count half); `held_out_kl`, the
+    KL of a response from the reference; and `held_out_unscored_share`, the share of responses to which a reward gave no
+    number; one without any score is in no mean. `training.keep_best` and `training.early_stopping` take the first two.
 
     Attributes:
-        reward_model: directory of a second reward model, one that PPO does not maximize; an ensemble where one was trained.
+        reward_model: directory of a second reward model, one that PPO does not maximize; an ensemble where one was
+            trained.
         rewards: in its place several rewards with weights, as in `rewards`; their numbers are neither normalized nor
             clipped.
         reward_combine, reward_std_coef: how the scores of an ensemble in `reward_model` become one.
@@ -371,8 +374,8 @@ class PPOConfig(SamplingSettings, UpdateSettings):
 
     Attributes:
         data: prompts. Those of `data.evaluation` are held out for `held_out`.
-        rewards: see `SamplingSettings`; `normalize_scores` shapes the scores of `reward_model` alone. The run ends where
-            more than half of the responses, or than `max_failed_share` of a judge allows, have no score.
+        rewards: see `SamplingSettings`; `normalize_scores` shapes the scores of `reward_model` alone. The run ends
+            where more than half of the responses, or than `max_failed_share` of a judge allows, have no score.
         reward_combine: how the scores of an ensemble become the reward: their mean, their least (min), or
             mean - reward_std_coef * deviation (lower). The last two hold PPO back where the members disagree (Coste et
             al. 2023, arXiv:2310.02743, section 3).
@@ -382,21 +385,21 @@ class PPOConfig(SamplingSettings, UpdateSettings):
         kl_horizon: responses over which the controller reacts.
         value_clip_range: half width of the trusted range of the value.
         gamma, gae_lambda: discount and bias-variance trade of the advantages.
-        normalize_scores: shift and scale the reward model's scores to mean 0 and deviation 1 on the first samples. Scores
-            of a reward model that was trained with `normalize` have their scale already, and keep it.
+        normalize_scores: shift and scale the reward model's scores to mean 0 and deviation 1 on the first samples.
+            Scores of a reward model that was trained with `normalize` have their scale already, and keep it.
         pretrain: text of the pretraining mix; not read where `pretrain_coef` is 0.
         pretrain_coef: InstructGPT's gamma: weight of the text's next-token loss beside the policy loss; 0 is off.
         pretrain_batch_size: texts per update over all ranks.
         value_optim: the value model's optimizer; None: as the policy's.
         importance_cap: C of truncated importance sampling, which corrects samples of another distribution than the
             policy's own: filtered ones (top_k, top_p, min_p) and those of `rollouts_behind`. Each token's policy
-            loss is multiplied by min(p / q, C), p being the policy's probability before the updates and q that of the sampler.
-            null leaves the difference uncorrected.
+            loss is multiplied by min(p / q, C), p being the policy's probability before the updates and q that of the
+            sampler. null leaves the difference uncorrected.
         rollouts_behind: 1: an iteration learns from responses that the policy gave before the previous iteration's
-            updates, as where sampling and training run at the same time. The ratio's denominator, reference and values are
-            computed with the weights of now. 0: from its own responses.
-        held_out: who scores the responses to held-out prompts during the run, by which it stops before it over-optimizes
-            the reward; None: nobody.
+            updates, as where sampling and training run at the same time. The ratio's denominator, reference and values
+            are computed with the weights of now. 0: from its own responses.
+        held_out: who scores the responses to held-out prompts during the run, by which it stops before it
+            over-optimizes the reward; None: nobody.
     """
 
     _: KW_ONLY

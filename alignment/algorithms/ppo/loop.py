@@ -1,6 +1,7 @@
 """The loop of methods that learn from their own samples (PPO, online DPO), and its evaluation on held-out prompts.
 
-Source: how far to optimize against a learned reward: Gao et al. 2023, arXiv:2210.10760; ensembles as judges: Coste et al.
+Source: how far to optimize against a learned reward: Gao et al. 2023, arXiv:2210.10760; ensembles as judges: Coste et
+al.
     2023, arXiv:2310.02743.
 """
 
@@ -146,8 +147,8 @@ def note_start(state: SamplingState, config: SamplingSettings, held_out: HeldOut
     metrics = evaluate_held_out(state, config, held_out, result, step=0)
     if held_out.ended_by:
         raise UserError(
-            f"held_out.kl_budget: the starting policy's held_out_kl is {metrics['held_out_kl']:.4g} nats, beyond the budget "
-            f"of {held_out.kl_budget:g} before anything is learned; raise it, or leave `reference` out"
+            f"held_out.kl_budget: the starting policy's held_out_kl is {metrics['held_out_kl']:.4g} nats, beyond the "
+            f"budget of {held_out.kl_budget:g} before anything is learned; raise it, or leave `reference` out"
         )
     run.note(
         f"held-out prompts: {len(held_out.prompts)}; the starting policy's responses score "
@@ -166,6 +167,6 @@ def reason(held_out: HeldOut, training: TrainingConfig, result: Result) -> str:
     if held_out.ended_by or stopping is None or result.best is None:
         return held_out.ended_by
     return (
-        f"{stopping.metric} has not improved by more than {stopping.min_delta:g} in {stopping.patience} evaluations; its "
-        f"best was {result.best.value:.4g} after iteration {result.best.step}"
+        f"{stopping.metric} has not improved by more than {stopping.min_delta:g} in {stopping.patience} evaluations; "
+        f"its best was {result.best.value:.4g} after iteration {result.best.step}"
     )

@@ -176,8 +176,8 @@ def explained_variance(rollout: Rollout, reduce: Callable[[Tensor], Tensor]) -> 
 def rollout_statistics(rollout: Rollout, group: ProcessGroup) -> dict[str, float]:
     """Statistics over the responses and response tokens of all ranks; a collective operation.
 
-    `empty_share` counts responses that are an end token alone. Advantages are those before whitening where there is a value
-    model, else those that are learned from.
+    `empty_share` counts responses that are an end token alone. Advantages are those before whitening where there is a
+    value model, else those that are learned from.
     """
     mask = rollout.mask
     lengths = rollout.mask.sum(1)
@@ -367,26 +367,27 @@ def _alarms(alarms: Alarms) -> Iterator[tuple[str, str]]:
     if now["entropy"] < ENTROPY_LEFT * start["entropy"]:
         yield (
             "entropy",
-            f"entropy fell to {now['entropy']:.3g} nats per token from {start['entropy']:.3g} at the start; raise kl_coef, "
-            "or set entropy_coef",
+            f"entropy fell to {now['entropy']:.3g} nats per token from {start['entropy']:.3g} at the start; raise "
+            "kl_coef, or set entropy_coef",
         )
     if start["repetition"] >= 0 and repeats(now["repetition"], start["repetition"]):
         yield (
             "repetition",
-            f"{now['repetition']:.0%} of the n-grams of a response repeat earlier ones, {start['repetition']:.0%} at the "
-            "start; look at samples.jsonl",
+            f"{now['repetition']:.0%} of the n-grams of a response repeat earlier ones, {start['repetition']:.0%} at "
+            "the start; look at samples.jsonl",
         )
     distinct = now["distinct_share"]
     if distinct < DISTINCT_LEFT * start["distinct_share"]:
         yield (
             "distinct responses",
-            f"{distinct:.0%} of the responses are distinct, {start['distinct_share']:.0%} at the start; raise kl_coef, or "
-            "lower the learning rate",
+            f"{distinct:.0%} of the responses are distinct, {start['distinct_share']:.0%} at the start; raise kl_coef, "
+            "or lower the learning rate",
         )
     elif distinct < LEAST_DISTINCT and now["response_tokens"] >= LONG_RESPONSE:
         yield (
             "distinct responses",
-            f"{distinct:.0%} of the responses are distinct; temperature, top_k, top_p or min_p leave the sampler no choice",
+            f"{distinct:.0%} of the responses are distinct; temperature, top_k, top_p or min_p leave the sampler no "
+            "choice",
         )
     before = start["ended_share"]
     ended = sum(last.get("ended_share", [WINDOW])) / WINDOW
@@ -403,8 +404,8 @@ def _alarms(alarms: Alarms) -> Iterator[tuple[str, str]]:
     if max(kl) < 0 and mean < least_kl(sum(last["kl_k3"]) / WINDOW if "kl_k3" in last else abs(mean), responses):
         yield (
             "KL negative",
-            f"kl was below 0 in the last {WINDOW} iterations, {mean:.3g} nats on average: the responses do not come from the "
-            "policy that is scored; see sampling_error and sampling_kl",
+            f"kl was below 0 in the last {WINDOW} iterations, {mean:.3g} nats on average: the responses do not come "
+            "from the policy that is scored; see sampling_error and sampling_kl",
         )
     scores = {name: values for name, values in last.items() if name.startswith("score") and all_equal(values)}
     if flat := ", ".join(f"{name} = {values[-1]:.4g}" for name, values in scores.items()):

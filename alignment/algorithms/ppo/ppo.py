@@ -32,8 +32,8 @@ from alignment.training.speed import PhaseClock
 def run(config: PPOConfig) -> Path:
     """Train a policy by PPO, or by a method of its kin, and return its directory, `output/model`.
 
-    Each iteration samples `responses_per_prompt` responses to each of `training.batch_size` prompts, then takes `epochs`
-    passes over them in `minibatches` updates each.
+    Each iteration samples `responses_per_prompt` responses to each of `training.batch_size` prompts, then takes
+    `epochs` passes over them in `minibatches` updates each.
 
     Raises:
         UserError: bad data or checkpoints, before any training.
@@ -80,8 +80,8 @@ def iterate(
 def update_policy_and_value(state: PPOState, config: PPOConfig, rollout: Rollout, step: int) -> dict[str, float]:
     """Epochs of minibatch updates on one rollout; the mean of each metric over the updates.
 
-    Once an update finds the policy further than `target_kl` from the one that sampled, the rest are left out: on all ranks,
-    because the metrics of an update are those of all ranks.
+    Once an update finds the policy further than `target_kl` from the one that sampled, the rest are left out: on all
+    ranks, because the metrics of an update are those of all ranks.
     """
     history: list[dict[str, float]] = []
     first_ratio_errors: list[Tensor] = []

@@ -40,26 +40,26 @@ class Rollout:
     Attributes:
         prompts, responses: token ids.
         rows: the prompt of each response as it was read.
-        numbers: global number of each row over the whole run; fixes its draws. Responses to one prompt are adjacent rows
-            of one rank.
+        numbers: global number of each row over the whole run; fixes its draws. Responses to one prompt are adjacent
+            rows of one rank.
         mask: True at each response token.
-        log_probs: of the policy before its updates, per token, as training computes them; the ratio's denominator. Where
-            no ratio is learned from (online DPO) those of `sampled_log_probs`.
+        log_probs: of the policy before its updates, per token, as training computes them; the ratio's denominator.
+            Where no ratio is learned from (online DPO) those of `sampled_log_probs`.
         sampled_log_probs: of the distribution that each token was drawn from, as the sampler computed them.
         reference_log_probs: of the reference, same tokens and temperature; None where nobody asked it.
         token_kl: exact KL of each token, see `exact_token_kl`, where the samples are not the policy's own; else None.
         values: the value model's estimate before each token; None without a value model.
-        scores: of whole responses, neither normalized nor clipped, [B]; of several rewards the sum of weight * part. Not a
-            number: the response has no score.
+        scores: of whole responses, neither normalized nor clipped, [B]; of several rewards the sum of weight * part.
+            Not a number: the response has no score.
         ended: True where the response stopped by itself, [B].
         seconds: time it took to collect.
         phases: seconds of its parts: sampling, forward (log-probabilities and values), scoring.
         share_prompts: True where a prompt with several responses is computed once for all of them.
-        weights: importance weights of the tokens, factors of their policy loss, where the sampler's distribution differs
-            from the policy's; None: all are 1.
+        weights: importance weights of the tokens, factors of their policy loss, where the sampler's distribution
+            differs from the policy's; None: all are 1.
         baseline: of the greedy responses, with advantages=remax.
-        score_parts: number of each reward by its name, not weighed, [B]; not a number where it does not apply. Empty with
-            a single reward model.
+        score_parts: number of each reward by its name, not weighed, [B]; not a number where it does not apply. Empty
+            with a single reward model.
         shaped_scores: of several rewards, each normalized, clipped and weighed, [B]; None: `scores`, to be normalized.
         score_deviation: deviation of `shaped_scores`, or of `scores` without them, over all ranks: the unit of
             `missing_end_penalty` where no normalization follows.
@@ -290,10 +290,10 @@ def exact_token_kl(
 
     kl_t = sum_v p(v | s_t) (log p(v | s_t) - log p_ref(v | s_t)),  s_t the prompt and the tokens before t
 
-    p is the whole distribution of the policy now, at the temperature of the samples, whatever the tokens were drawn from.
-    log p - log p_ref of a drawn token estimates this sum only where p has drawn it: filtered samples leave the tail out,
-    and the mean may then be negative. The prefixes s_t are those of the samples. Over the policy's own, the sum over a
-    response has the mean KL(policy || reference) of responses; over others' it is that of continuing their prefixes.
+    p is the whole distribution of the policy now, at the temperature of the samples, whatever the tokens were drawn
+    from. log p - log p_ref of a drawn token estimates this sum only where p has drawn it: filtered samples leave the
+    tail out, and the mean may then be negative. The prefixes s_t are those of the samples. Over the policy's own, the
+    sum over a response has the mean KL(policy || reference) of responses; over others' it is that of continuing their prefixes.
 
     It takes a forward of policy and reference with the logits of few rows in memory.
     """

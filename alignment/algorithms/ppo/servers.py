@@ -3,13 +3,13 @@
     VLLM_SERVER_DEV_MODE=1 vllm serve POLICY --enable-scale-out --logprobs-mode processed_logprobs   # where it samples
     alignment ppo CONFIG servers.urls='[http://10.0.0.2:8000]' servers.weights_folder=/shared/weights
 
-Before an iteration samples, the policy's weights are written to a folder that both sides see, and every server reads them
-while it is paused; a LoRA goes as an adapter of its base. Prompts are sent as token ids, and token ids come back with their
-log-probabilities. A server is asked which weights it has before each iteration, and every response says which weights
-drew it.
+Before an iteration samples, the policy's weights are written to a folder that both sides see, and every server reads
+them while it is paused; a LoRA goes as an adapter of its base. Prompts are sent as token ids, and token ids come back
+with their log-probabilities. A server is asked which weights it has before each iteration, and every response says
+which weights drew it.
 
-Source: the answers of vLLM 0.32, which scripts/real_servers.py asks again: `/collective_rpc` with `reload_weights` of its
-development mode, its tokens-in tokens-out API, and LoRA at runtime.
+Source: the answers of vLLM 0.32, which scripts/real_servers.py asks again: `/collective_rpc` with `reload_weights` of
+its development mode, its tokens-in tokens-out API, and LoRA at runtime.
 """
 
 import json
@@ -152,8 +152,8 @@ class ServerSampler:
         if found - {due}:
             raise UserError(
                 f"servers: {url} has the weights {', '.join(map(str, found))} where {due} are due: another run "
-                "updates it too or has before, or it was started anew; give each run servers of its own, started anew for a "
-                "LoRA, and start this one again"
+                "updates it too or has before, or it was started anew; give each run servers of its own, started anew "
+                "for a LoRA, and start this one again"
             )
 
     def _call(self, url: str, path: str, body: Mapping[str, object] | None = None) -> Any:
@@ -167,8 +167,8 @@ class ServerSampler:
             if str(error) == "status 404" and '"error"' not in error.answer:  # of a route; a refusal has that key
                 advice = WITHOUT_ROUTE
             raise UserError(
-                f"servers: {service.url}: {error}{error.answer and f' ({error.answer})'}; {advice}the run goes on from its "
-                "newest checkpoint when the server answers and the same command is given again"
+                f"servers: {service.url}: {error}{error.answer and f' ({error.answer})'}; {advice}the run goes on from "
+                "its newest checkpoint when the server answers and the same command is given again"
             ) from error
 
 

@@ -162,8 +162,8 @@ def note_distant_start(config: PPOConfig, run: Run) -> None:
     """Note that a prefix or a soft prompt makes the policy begin away from its reference."""
     if config.reference is None and isinstance(config.adapter, PrefixSpec | PromptSpec):
         run.note(
-            "adapter: a prefix or prompt changes the responses before it has learned anything, and the reference is the "
-            "policy without it: kl begins above 0, and kl_target and held_out.kl_budget count that distance"
+            "adapter: a prefix or prompt changes the responses before it has learned anything, and the reference is "
+            "the policy without it: kl begins above 0, and kl_target and held_out.kl_budget count that distance"
         )
 
 
@@ -209,8 +209,8 @@ def policy_engine(start: Policy, config: SamplingSettings, iterations: int) -> E
     batch_size = config.training.batch_size
     if batch_size < size:
         raise UserError(
-            f"training.batch_size {batch_size} gives some of the {size} processes no prompt to respond to; raise it, or "
-            "start fewer processes"
+            f"training.batch_size {batch_size} gives some of the {size} processes no prompt to respond to; raise it, "
+            "or start fewer processes"
         )
     return engine
 
@@ -224,8 +224,8 @@ def start_value_model(config: PPOConfig, tokenizer: Tokenizer, bases: SharedWeig
     own = load_tokenizer(source)
     if read_members(reward_model) is not None or not same_vocabulary(tokenizer, own):
         raise UserError(
-            f"{source}: an ensemble of adapters, or a reward model whose tokenizer differs from the policy's, cannot become "
-            "the value model; set value_model=policy"
+            f"{source}: an ensemble of adapters, or a reward model whose tokenizer differs from the policy's, cannot "
+            "become the value model; set value_model=policy"
         )
     # A head of its own where scores are shaped, here or in the reward model's files: its weights give raw scores.
     head = "zero" if config.rewards or config.normalize_scores or read_calibration(reward_model).fitted else None

@@ -82,7 +82,8 @@ class ScoreNormalizer:
             count, mean, deviation = mean_and_std(scores, reduce)
             if deviation == 0:
                 raise UserError(
-                    f"the reward model's scores cannot be normalized by {no_std_reason(count)}, or set normalize_scores=false"
+                    f"the reward model's scores cannot be normalized by {no_std_reason(count)}, or set "
+                    "normalize_scores=false"
                 )
             self.scale = 1 / deviation
             self.shift = -mean / deviation
@@ -152,7 +153,8 @@ class HeldOut:
         score: the judge; the numbers of several rewards are neither normalized nor clipped.
         sampling: how responses are drawn, with a seed of their own.
         kl_budget: nats per response; None: any KL.
-        start_scores: of the starting policy's responses, in the order of the prompts; empty before the first evaluation.
+        start_scores: of the starting policy's responses, in the order of the prompts; empty before the first
+            evaluation.
         ended_by: why the run ends; empty while it goes on.
     """
 

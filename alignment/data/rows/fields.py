@@ -1,7 +1,8 @@
 """Checks of single fields of a row: text, numbers, lists, messages, tools. Each returns the clean value or raises `BadRow`.
 
-Messages are understood as OpenAI writes them, also with content as a list of text parts and with the older `function_call`; and as
-ShareGPT's `from` and `value` with the roles `function_call` and `observation`; reasoning under any of its three names.
+Messages are understood as OpenAI writes them, also with content as a list of text parts and with the older
+`function_call`; and as ShareGPT's `from` and `value` with the roles `function_call` and `observation`; reasoning under
+any of its three names.
 """
 
 import json
@@ -182,8 +183,8 @@ def messages_field(row: Columns, key: str) -> Messages:
 def as_chatml(messages: Sequence[object]) -> Sequence[Any]:
     """The messages with `role` and `content`, of whatever form; the argument is not changed.
 
-    ShareGPT's have `from` and `value`, Capybara's turns `input` and `output`; LIMA's and UltraChat's are texts, the user's
-    first.
+    ShareGPT's have `from` and `value`, Capybara's turns `input` and `output`; LIMA's and UltraChat's are texts, the
+    user's first.
     """
     names = {"from": "role", "value": "content"}
     texts = list(messages)

@@ -1,8 +1,8 @@
 """Sources of rows by name (files, directories, globs, Hub data sets) and their raw rows, each with its location.
 
-Records are made of them in read.py. Every reader is a generator that can begin at a position, the one behind any row that it
-gave before: bytes and lines, the row of a Parquet file, or the state that `datasets` keeps. A .json file is read as a
-whole.
+Records are made of them in read.py. Every reader is a generator that can begin at a position, the one behind any row
+that it gave before: bytes and lines, the row of a Parquet file, or the state that `datasets` keeps. A .json file is
+read as a whole.
 """
 
 import codecs
@@ -57,8 +57,8 @@ def source_files(source: str, split: str = "train") -> list[Path] | None:
     """The files of a source, in order of their names: a file, the files of a directory, or a glob.
 
     Of a directory these are all files of rows in it and below, without hidden ones. Where some are named after splits
-    (train.jsonl, test/0.csv, validation-00000-of-00002.parquet), they are those of one split. None where no file has the
-    name.
+    (train.jsonl, test/0.csv, validation-00000-of-00002.parquet), they are those of one split. None where no file has
+    the name.
     """
     path = Path(source)
     if path.is_file():

@@ -215,7 +215,8 @@ def _story_cloze(row: Columns) -> list[Columns]:
 def _swag(row: Columns) -> list[Columns]:
     """A sentence, and the beginning of the next with four endings.
 
-    Source: Zellers et al. 2018, arXiv:1808.05326; the split is that of Devlin et al. 2019, arXiv:1810.04805, section 4.4.
+    Source: Zellers et al. 2018, arXiv:1808.05326; the split is that of Devlin et al. 2019, arXiv:1810.04805, section
+    4.4.
     """
     choices = [f"{text_field(row, 'sent2')} {text_field(row, f'ending{number}')}" for number in range(4)]
     return [{**row, "context": text_field(row, "sent1"), "choices": choices}]

@@ -1,8 +1,9 @@
 """Rows of K responses to one prompt, by rank or by score, the pairs they make, and rows of responses in labeled steps.
 
 Understood: `responses` with `ranking` (best first), `ranks` or `scores`; `generations` with `ratings`; UltraFeedback's
-`completions` and Nectar's `answers`, which are lists of objects; trees of OpenAssistant; a pair, as K = 2. Of steps: trl's
-stepwise supervision (`prompt`, `completions`, `labels`), PRM800K's records, Math-Shepherd's tagged text, RLHFlow's dialogues, ProcessBench.
+`completions` and Nectar's `answers`, which are lists of objects; trees of OpenAssistant; a pair, as K = 2. Of steps:
+trl's stepwise supervision (`prompt`, `completions`, `labels`), PRM800K's records, Math-Shepherd's tagged text,
+RLHFlow's dialogues, ProcessBench.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -29,8 +29,8 @@ from alignment.data.rows.records import (
 from alignment.errors import UserError, list_problems, raise_all, suggest
 
 NO_EFFECT = (
-    "chat_template {}: the prompts of these rows are plain text, which never enters a template; set data.as_messages=true, "
-    "or leave chat_template out"
+    "chat_template {}: the prompts of these rows are plain text, which never enters a template; set "
+    "data.as_messages=true, or leave chat_template out"
 )
 # Columns that rows may have beside those of their format. What no table names is counted as unread.
 BESIDE = {

@@ -27,7 +27,8 @@ class Message(Turn, total=False):
         name: of the speaker, or of the tool that answered.
         tool_calls: `{"type": "function", "function": {"name": ..., "arguments": {...}}}`, arguments as an object.
         tool_call_id: of the call that a tool message answers.
-        reasoning_content: the assistant's thoughts before its words; templates get them also as `thinking` and `reasoning`.
+        reasoning_content: the assistant's thoughts before its words; templates get them also as `thinking` and
+            `reasoning`.
         chat_template_kwargs: of the first message: variables that the template gets with this dialogue.
     """
 
@@ -71,7 +72,8 @@ class Demonstration(Prompted):
         messages: the whole dialogue where more than one assistant turn is to be imitated, or where the last one holds
             tool calls or reasoning beside its text; else None.
         trained: which assistant turns of `messages` are to be imitated; None: all of them.
-        apart: each assistant turn of `messages` becomes an example of its own, after the prompt that generation renders.
+        apart: each assistant turn of `messages` becomes an example of its own, after the prompt that generation
+            renders.
     """
 
     response: str

@@ -1,10 +1,10 @@
 """Chat templates rendered so that only what the template itself wrote can become a control token.
 
-A template is rendered by transformers' sandbox to text (in rendering.py, under limits and at a fixed date), and the text
-is tokenized as a whole, so ordinary messages get exactly the ids of `apply_chat_template(tokenize=True)` (and a BOS
-where the template lacks the tokenizer's). Control strings inside messages ("<|im_end|>" typed by a user, in a tool's
-answer, in reasoning, in the arguments of a call) are replaced by private-use characters before rendering; afterwards the
-text is split there and the strings are tokenized as plain text.
+A template is rendered by transformers' sandbox to text (in rendering.py, under limits and at a fixed date), and the
+text is tokenized as a whole, so ordinary messages get exactly the ids of `apply_chat_template(tokenize=True)` (and a
+BOS where the template lacks the tokenizer's). Control strings inside messages ("<|im_end|>" typed by a user, in a tool's
+answer, in reasoning, in the arguments of a call) are replaced by private-use characters before rendering; afterwards
+the text is split there and the strings are tokenized as plain text.
 
 Templates by name, in the formats that the field uses, are our own writing."""
 
@@ -24,7 +24,8 @@ from alignment.data.tokenizers.tokenizer import ANCHOR, Tokenizer, control_strin
 from alignment.errors import UserError, suggest
 
 MAX_TEMPLATE_CHARACTERS = 200_000
-# The conditions by which Qwen3's template and its many kin leave out the reasoning of earlier turns, or an empty block of it
+# The conditions by which Qwen3's template and its many kin leave out the reasoning of earlier turns, or an empty block
+# of it
 DROPS = re.compile(r"loop\.index0 > ns\.\w+|loop\.(?:last|index0 == ns\.\w+) or [^%]*reasoning_content\)?")
 HEADER = re.compile(r"(?=\{%-?\s*if add_generation_prompt(?!.*if add_generation_prompt))", re.DOTALL)
 # GLM's templates end a reply by the token of the next role, so the last one by none
@@ -114,8 +115,8 @@ def chat_format(tokenizer: Tokenizer, tools: object = None) -> ChatFormat:
     if not template:
         raise UserError(
             f"{tokenizer.name_or_path or 'this tokenizer'}: messages need a chat template and there is none, or none "
-            "named default; set chat_template to a name (chatml, llama3, ...) or a file, save one as chat_template.jinja "
-            "beside tokenizer.json, or write the prompts as plain text"
+            "named default; set chat_template to a name (chatml, llama3, ...) or a file, save one as "
+            "chat_template.jinja beside tokenizer.json, or write the prompts as plain text"
         )
     if len(template) > MAX_TEMPLATE_CHARACTERS:
         raise UserError(f"{name_of(tokenizer)} has {len(template)} characters; {MAX_TEMPLATE_CHARACTERS} are allowed")
@@ -398,16 +399,16 @@ def with_chat_template(tokenizer: Tokenizer, chosen: str | None) -> Tokenizer:
     if missing := _missing_tokens(tokenizer, chosen):
         free = ", ".join(each for each, needed in NAMED.items() if not needed)
         raise UserError(
-            f"chat_template {chosen}: {name} has no special token {', '.join(missing)}. `alignment export --model {name} "
-            f"--chat-template {chosen} --output DIR` writes the model with these tokens added, to start from; or take a "
-            f"template that needs none of its own: {free}"
+            f"chat_template {chosen}: {name} has no special token {', '.join(missing)}. `alignment export --model "
+            f"{name} --chat-template {chosen} --output DIR` writes the model with these tokens added, to start from; "
+            f"or take a template that needs none of its own: {free}"
         )
     changed = with_one_template(tokenizer, template)
     if chat_format(changed).end is None:
         raise UserError(
-            f"chat_template {chosen if len(chosen) < 100 else chosen[:100] + '...'}: with {name} it ends the assistant's "
-            "turn with no control token of the vocabulary, so nothing could learn to stop; write {{ eos_token }} or "
-            "another special token there"
+            f"chat_template {chosen if len(chosen) < 100 else chosen[:100] + '...'}: with {name} it ends the "
+            "assistant's turn with no control token of the vocabulary, so nothing could learn to stop; write {{ "
+            "eos_token }} or another special token there"
         )
     return changed
 

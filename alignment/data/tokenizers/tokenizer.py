@@ -134,8 +134,8 @@ LOADING_OPTIONS = ("is_local", "local_files_only", "auto_map")
 def read_tokenizer_files(source: str | Path) -> Tokenizer:
     """The tokenizer of a local directory: tokenizer.json and its neighbors, or GPT-2's or BERT's own vocabulary files.
 
-    A directory whose config.json names a model type leaves other old files to transformers. Refused: files that cannot be
-    read, and a request for code or files from elsewhere.
+    A directory whose config.json names a model type leaves other old files to transformers. Refused: files that cannot
+    be read, and a request for code or files from elsewhere.
     """
     path = Path(source)
     if not path.is_dir():
@@ -214,7 +214,8 @@ def _load_wordpiece(path: Path) -> Tokenizer:
 def _refuse_foreign_code(path: Path) -> None:
     config = without_foreign_code(read_json_object(path), path) if path.exists() else {}
     raise_all(
-        f"{path}: {key} asks for code or files from elsewhere, which are never read; save the tokenizer as tokenizer.json"
+        f"{path}: {key} asks for code or files from elsewhere, which are never read; save the tokenizer as "
+        "tokenizer.json"
         for key, value in config.items()
         if (key in FOREIGN_CODE and value)
         or (key != UNUSED_KEY and key.endswith(("_file", "_files")) and _leads_out(path, value))
@@ -230,7 +231,8 @@ def _leads_out(path: Path, value: object) -> bool:
 def add_new_tokens(tokenizer: Tokenizer, tokens: Sequence[str], special_tokens: Sequence[str]) -> None:
     """Add tokens to a tokenizer, in place; their ids follow each other.
 
-    Each of `tokens` is one token wherever a text has it; `special_tokens` are control tokens, which only a template writes.
+    Each of `tokens` is one token wherever a text has it; `special_tokens` are control tokens, which only a template
+    writes.
     """
     from transformers import AddedToken
 

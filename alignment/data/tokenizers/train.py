@@ -1,6 +1,7 @@
 """Tokenizers trained on texts, one function per kind.
 
-All are transformers' `PreTrainedTokenizerFast`: tokenizer.json describes them fully, no class of this library is needed.
+All are transformers' `PreTrainedTokenizerFast`: tokenizer.json describes them fully, no class of this library is
+needed.
 """
 
 import json
@@ -103,7 +104,8 @@ def train_bpe(
 ) -> "PreTrainedTokenizerFast":
     """A byte-level BPE tokenizer fitted to the texts; it puts BOS before every text.
 
-    The special tokens (BOS, EOS, PAD, then any others) take the first ids. Few texts may give fewer tokens than asked for.
+    The special tokens (BOS, EOS, PAD, then any others) take the first ids. Few texts may give fewer tokens than asked
+    for.
 
     Source: Sennrich et al. 2016, arXiv:1508.07909; on bytes as in Radford et al. 2019 (GPT-2).
     """

@@ -1,8 +1,8 @@
 """Log-probabilities of continuations and of texts, and responses, as benchmarks ask a model for them.
 
-Batches hold documents end to end without padding; an input that several continuations share is computed once, and so is the
-context before longer ones. The rules for the boundary between context and continuation, for the first token and for long
-texts are lm-eval's, so that its figures and these agree.
+Batches hold documents end to end without padding; an input that several continuations share is computed once, and so is
+the context before longer ones. The rules for the boundary between context and continuation, for the first token and for
+long texts are lm-eval's, so that its figures and these agree.
 """
 
 import sys
@@ -93,8 +93,8 @@ class LanguageScorer:
     def encode_requests(self, requests: Sequence[Request]) -> Sequence[Encoded]:
         """Tokens of contexts and continuations: those of both together, cut behind as many tokens as the context alone has.
 
-        Blanks at a context's end belong to the continuation. Without a context `first_token` stands for it. Behind a chat
-        template, which has an end of its own, the continuation is encoded for itself.
+        Blanks at a context's end belong to the continuation. Without a context `first_token` stands for it. Behind a
+        chat template, which has an end of its own, the continuation is encoded for itself.
         """
         moved = [(context.rstrip(), context[len(context.rstrip()) :] + tail) for context, tail in requests]
         contexts = list(dict.fromkeys(context for context, _ in moved))
@@ -192,8 +192,9 @@ class LanguageScorer:
     ) -> list[Likelihood]:
         """Likelihoods of continuations of at least one token after contexts of at least one, all of them finite.
 
-        The last token predicts nothing and is not computed, so that continuations of one token share one input. Inputs that
-        begin alike, such as those of one context or behind the same examples, share the computation of their beginning.
+        The last token predicts nothing and is not computed, so that continuations of one token share one input. Inputs
+        that begin alike, such as those of one context or behind the same examples, share the computation of their
+        beginning.
 
         Args:
             name: number of a request -> its name in an error; None: its text.
@@ -291,8 +292,8 @@ def likelihood_of(scores: Tensor, tail: Sequence[int]) -> Likelihood:
 def group_inputs(inputs: Sequence[Input]) -> list[tuple[int, list[Input]]]:
     """Sorted inputs in groups that begin alike; with the tokens of each group, its beginning counted once.
 
-    An input joins the group before it where at least a third of its tokens are the group's, more tokens are saved with it than
-    without, and the group takes no more than half a forward.
+    An input joins the group before it where at least a third of its tokens are the group's, more tokens are saved with
+    it than without, and the group takes no more than half a forward.
     """
     groups = list[tuple[int, list[Input]]]()
     common = 0

@@ -1,6 +1,7 @@
 """Our models behind lm-eval's interface, so that its tasks run on them; imported only where `lm_eval` names tasks.
 
-Responses one after the other with equal settings are decoded side by side. lm-eval renders dialogues itself, by `apply_chat_template`.
+Responses one after the other with equal settings are decoded side by side. lm-eval renders dialogues itself, by
+`apply_chat_template`.
 """
 
 import importlib
@@ -79,7 +80,8 @@ class LMEvalModel(LM):
     def apply_chat_template(self, chat_history: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
         """The text of a dialogue, whose last message stays open where there is no generation prompt.
 
-        It is the beginning of the answer then. A template that refuses a system message is given the dialogue without it, as lm-eval does.
+        It is the beginning of the answer then. A template that refuses a system message is given the dialogue without
+        it, as lm-eval does.
         """
         render = partial(
             self.scorer.tokenizer.apply_chat_template,

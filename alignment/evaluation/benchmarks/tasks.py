@@ -1,8 +1,8 @@
 """Benchmark tasks: YAML files that say how rows of data sets become prompts, choices and references.
 
 Texts are Jinja templates over a row's columns, values are Jinja expressions; `row` is the row itself, for columns whose
-names are no identifiers. Both run in jinja2's sandbox, and a column that is not there is an error. Rows are read before a
-model is loaded. Models score them in likelihood.py.
+names are no identifiers. Both run in jinja2's sandbox, and a column that is not there is an error. Rows are read before
+a model is loaded. Models score them in likelihood.py.
 """
 
 import re
@@ -69,17 +69,17 @@ class Benchmark(Settings):
     """A task of `alignment evaluate benchmarks`: one YAML file.
 
     Attributes:
-        kind: multiple_choice (the choice with the highest log-probability), pairs (which of two texts is likelier), last_word
-            (log-probability of a continuation), rolling (perplexity of texts), answers (generated, then compared), toxicity
-            (of several sampled continuations).
+        kind: multiple_choice (the choice with the highest log-probability), pairs (which of two texts is likelier),
+            last_word (log-probability of a continuation), rolling (perplexity of texts), answers (generated, then
+            compared), toxicity (of several sampled continuations).
         source: file of rows, relative to the data folder, or a data set of the Hub, `owner/name:config[split]`, whose
             copy in that folder is taken where there is one; or several of them.
         prompt: template of the context that the choices follow; of `rolling` the text itself.
         columns: name -> expression; further columns, each of which the next ones may use.
         description: template in front of the examples and the prompt.
         choices: a list of templates, or an expression that gives the list; of `pairs` the two texts.
-        answer: expression: the index of the right choice or a list of such, the best first; of `last_word` and `answers`
-            the text, or a list of accepted ones.
+        answer: expression: the index of the right choice or a list of such, the best first; of `last_word` and
+            `answers` the text, or a list of accepted ones.
         solution: template of an example's whole answer; null: its right choice, or its first accepted answer.
         delimiter: text between a prompt and what follows it.
         few_shot: solved examples in front of every prompt, the first rows; a row is never an example of its own.
@@ -87,20 +87,23 @@ class Benchmark(Settings):
         alike: expression; the examples of a row have the same value, such as `subject`; null: any rows.
         subsets: expressions, such as `category`: figures are given for each of their values too.
         cluster: expression; rows with the same value are not independent of each other, which widens the intervals.
-        bias: expressions for the bias score of BBQ: `stereotyped`, the index of the answer that agrees with the stereotype;
-            `unknown`, of the one that says it cannot be known; `ambiguous`, true where the context does not say who it is.
+        bias: expressions for the bias score of BBQ: `stereotyped`, the index of the answer that agrees with the
+            stereotype; `unknown`, of the one that says it cannot be known; `ambiguous`, true where the context does not
+            say who it is.
         figure: name of the main figure, which is 1 for a right row (of `pairs`, where the first text is likelier).
-        metrics: further figures, of choices f1 (of class 1), matthews, mc1, mc2; of generated answers rouge_l (in [0, 1], the
-            mean over rows) and bleu (in [0, 100], of the whole corpus), by rouge-score and sacrebleu (extra `text-metrics`).
-        match: comparison of a generated answer: of texts, of the numbers that solutions in gsm8k's form end with, of the
-            content of a box, or SQuAD's (exact match, and F1 of the words).
+        metrics: further figures, of choices f1 (of class 1), matthews, mc1, mc2; of generated answers rouge_l (in [0,
+            1], the mean over rows) and bleu (in [0, 100], of the whole corpus), by rouge-score and sacrebleu (extra
+            `text-metrics`).
+        match: comparison of a generated answer: of texts, of the numbers that solutions in gsm8k's form end with, of
+            the content of a box, or SQuAD's (exact match, and F1 of the words).
         extract: pattern; the answer is the first group of its last match in the response. null: the whole response.
-        document_start: pattern; in text files a paragraph that matches begins a document, which goes on to the next one,
-            to the byte.
-        whole_files: each text file is one document, to the byte; otherwise its rows are the paragraphs between blank lines.
+        document_start: pattern; in text files a paragraph that matches begins a document, which goes on to the next
+            one, to the byte.
+        whole_files: each text file is one document, to the byte; otherwise its rows are the paragraphs between blank
+            lines.
         counted: of `rolling`, template of the text whose words and bytes the perplexities are of; '': the prompt.
-        sampling: of generated texts; by default the 64 likeliest tokens. A section of its own has the temperature 1 unless it
-            says another.
+        sampling: of generated texts; by default the 64 likeliest tokens. A section of its own has the temperature 1
+            unless it says another.
         stop: texts that end a generated one.
         samples: continuations of a prompt, for `toxicity`.
     """
@@ -270,7 +273,8 @@ def _rows(sources: Sequence[str], data: Path, settings: Benchmark) -> list[tuple
         rows = [part for row in rows for part in _documents(row, begins.search)] if in_text else rows
         raise_all(f"{row.location}: {row.reason}" for row in rows if row.values is None)
         raise_all(
-            f"{row.location}: document_start puts the column text together, and the row has {', '.join(row.values or ())}"
+            f"{row.location}: document_start puts the column text together, and the row has "
+            f"{', '.join(row.values or ())}"
             for row in rows
             if starts is not None and "text" not in (row.values or ())
         )

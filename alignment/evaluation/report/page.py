@@ -49,19 +49,23 @@ SAMPLES_SHOWN = 8
 CHARTS_SHOWN = 3  # of each of several stages, and of a single one at least; the others are folded
 RESULTS = tuple(prefix + metric for prefix in ("", HELD_OUT) for metric in ("loss", "perplexity", "accuracy"))
 LEADS = {
-    "win-rates": "Share of prompts on which a policy's response is preferred, ties counting half. Each pair is shown to the "
-    "judge in both orders; only a preference that holds in both is a win. Where the orders contradict each other the pair "
-    "counts half and narrows no interval. Whiskers are 95 % intervals, of several seeds over prompts and seeds; the "
-    "dashed line is 50 %. Where the intervals of two policies overlap, no difference between them is shown.",
-    "gold": "Mean of each part of the true reward, which no policy saw in training. Each chart has the scale of its part.",
-    "pairs": "How far training moved the log-probability of whole responses to comparisons that no policy saw. Where the "
+    "win-rates": "Share of prompts on which a policy's response is preferred, ties counting half. Each pair is shown "
+    "to the "
+    "judge in both orders; only a preference that holds in both is a win. Where the orders contradict each other the "
+    "pair counts half and narrows no interval. Whiskers are 95 % intervals, of several seeds over prompts and seeds; "
+    "the dashed line is 50 %. Where the intervals of two policies overlap, no difference between them is shown.",
+    "gold": "Mean of each part of the true reward, which no policy saw in training. Each chart has the scale of its "
+    "part.",
+    "pairs": "How far training moved the log-probability of whole responses to comparisons that no policy saw. Where "
+    "the "
     "chosen responses fall with the rejected ones, their probability went to responses in no pair. All charts have the "
     "same scale.",
     "doctor": "Symptoms that `alignment doctor --run` finds in a run's logs, their likely causes, and settings to try.",
     "samples": "Words that the first response of a prompt lacks are underlined, and words of it that are missing are "
     "struck through, where two responses share half of their words or more.",
     "rows": "The runs' own notes: rows that were read, dropped or cut, and warnings.",
-    "overoptimization": "How far a policy has moved from its reference, and what it gained by moving. Small dots are single "
+    "overoptimization": "How far a policy has moved from its reference, and what it gained by moving. Small dots are "
+    "single "
     "updates, the line is their moving average from the ring, where training begins, to the large dot, where it ends.",
 }
 

@@ -103,8 +103,8 @@ def _calibration(parts: Card) -> Section:
     return Section(
         "calibration",
         "Reliability",
-        "The probability sigmoid(difference of scores) that the higher score is the chosen one, against how often it is. "
-        "ECE: expected calibration error.",
+        "The probability sigmoid(difference of scores) that the higher score is the chosen one, against how often it "
+        "is. ECE: expected calibration error.",
         charts,
         [table_of(parts, "source"), parts["all"]["bins"]],
     )
@@ -116,8 +116,8 @@ def _length(parts: Card) -> Section:
     return Section(
         "length",
         "Length",
-        "Slope of score on response length within prompts, in tokens as the model reads them. Accuracy that falls where "
-        "the chosen response is shorter speaks of a bias.",
+        "Slope of score on response length within prompts, in tokens as the model reads them. Accuracy that falls "
+        "where the chosen response is shorter speaks of a bias.",
         [rate_chart("Accuracy by length", "95 % interval", rates)],
         [table_of(parts, "source")],
         [parts["all"]["slope_missing"]] if "slope_missing" in parts["all"] else [],
@@ -129,7 +129,8 @@ def _robustness(found: Card) -> Section:
     return Section(
         "robustness",
         "Padding, batching and type",
-        "The same texts scored in other ways. Scores should change by rounding alone, and pairs should keep their order.",
+        "The same texts scored in other ways. Scores should change by rounding alone, and pairs should keep their "
+        "order.",
         tables=[table_of(forms, "form")],
         notes=[
             f"{found['texts']} texts, {found['pairs']} pairs; beside batches of similar length in {found['held_in']}.",
@@ -155,7 +156,8 @@ def _best_of_n(found: Card) -> Section:
     return Section(
         "best-of-n",
         "Best of n",
-        "The true score of the response that the model picks among n, over all subsets of the samples, by the bound on its KL.",
+        "The true score of the response that the model picks among n, over all subsets of the samples, by the bound on "
+        "its KL.",
         charts,
         [[dict(cells(one)) for one in curve]],
         [f"Policy: {found['policy']}; {found['ended_share']:.0%} of its samples ended. True score: {found['judge']}."],

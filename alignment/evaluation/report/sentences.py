@@ -92,8 +92,9 @@ def describe_run(run: RunLog) -> str:
         "none of the usual failures" if last >= ENOUGH else f"nothing, with fewer than {ENOUGH} updates to judge by"
     )
     return (
-        f"{run.stage} trained {short_path(str(start))} on {short_path(rows) if isinstance(rows, str) else 'several sources'}; "
-        f"it {end} updates. {metric_change(run)}Doctor found {found}."
+        f"{run.stage} trained {short_path(str(start))} on "
+        f"{short_path(rows) if isinstance(rows, str) else 'several sources'}; it {end} updates. "
+        f"{metric_change(run)}Doctor found {found}."
     )
 
 

@@ -72,8 +72,8 @@ def load_external(
 ) -> Any:
     """Load a model of any architecture of transformers in eval mode.
 
-    Arguments and errors as for `load_pretrained`; a `dtype` of None is the widest that a tensor has in the file. UserError
-    also where transformers does not have the architecture, or it needs code of its own.
+    Arguments and errors as for `load_pretrained`; a `dtype` of None is the widest that a tensor has in the file.
+    UserError also where transformers does not have the architecture, or it needs code of its own.
     """
     directory = Path(directory)
     kind, settings = _read_settings(directory, task, config or {})

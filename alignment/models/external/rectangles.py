@@ -1,8 +1,9 @@
 """Ragged batches in the padded rectangles that transformers' classes read, their outputs without the padding, and caches.
 
-Padding is on the right: under causal attention, and in any recurrence, it cannot change a token before it. While decoding,
-all rows share one of transformers' caches, left-padded, where that is exact: where the class lets a row have its own
-position ids, and every layer is attention. Otherwise the documents are read again at every step: slow, but always right.
+Padding is on the right: under causal attention, and in any recurrence, it cannot change a token before it. While
+decoding, all rows share one of transformers' caches, left-padded, where that is exact: where the class lets a row have
+its own position ids, and every layer is attention. Otherwise the documents are read again at every step: slow, but
+always right.
 """
 
 import inspect

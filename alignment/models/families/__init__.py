@@ -1,6 +1,7 @@
 """The families of models that run as our own modules: from config to specification, and tables of weight names.
 
-Read family.py for what a family is, then llama.py up to LLAMA, the shortest; the rest of it and gemma.py say what differs.
+Read family.py for what a family is, then llama.py up to LLAMA, the shortest; the rest of it and gemma.py say what
+differs.
 """
 
 from alignment.errors import UserError

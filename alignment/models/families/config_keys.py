@@ -85,13 +85,13 @@ KEYS: dict[str, Key] = {
     name: key
     for key, names in {
         Key(int, 1): (
-            "attention_head_size block_size conv_groups d_ff d_kv d_model decoder_attention_heads decoder_ffn_dim decoder_layers "
-            "dim embedding_size encoder_attention_heads encoder_ffn_dim encoder_layers ffn_dim ffn_hidden_size "
-            "global_attn_every_n_layers hidden_dim hidden_size intermediate_size max_position_embeddings n_embd n_head "
-            "n_heads n_inner n_layer n_layers n_positions no_rope_layer_interval num_attention_heads "
-            "num_decoder_layers num_experts_per_tok num_heads num_hidden_groups num_hidden_layers num_kv_heads "
-            "num_layers num_ln_in_parallel_attn num_local_experts pooler_hidden_size relative_attention_max_distance "
-            "sliding_window_pattern type_vocab_size vocab_size word_embed_proj_dim"
+            "attention_head_size block_size conv_groups d_ff d_kv d_model decoder_attention_heads decoder_ffn_dim "
+            "decoder_layers dim embedding_size encoder_attention_heads encoder_ffn_dim encoder_layers ffn_dim "
+            "ffn_hidden_size global_attn_every_n_layers hidden_dim hidden_size intermediate_size "
+            "max_position_embeddings n_embd n_head n_heads n_inner n_layer n_layers n_positions no_rope_layer_interval "
+            "num_attention_heads num_decoder_layers num_experts_per_tok num_heads num_hidden_groups num_hidden_layers "
+            "num_kv_heads num_layers num_ln_in_parallel_attn num_local_experts pooler_hidden_size "
+            "relative_attention_max_distance sliding_window_pattern type_vocab_size vocab_size word_embed_proj_dim"
         ),
         Key(int, 1, nullable=True): "num_key_value_heads sliding_window",
         Key(int, 0): (

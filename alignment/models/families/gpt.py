@@ -1,7 +1,7 @@
 """GPT-1 (`openai-gpt`), GPT-2, OPT, GPT-NeoX (and Pythia), BLOOM and Falcon: LayerNorm and plain feed-forward.
 
-The first three have learned positions. The others have rotary positions or ALiBi, and files with query, key and value in
-one matrix, fused key head by key head.
+The first three have learned positions. The others have rotary positions or ALiBi, and files with query, key and value
+in one matrix, fused key head by key head.
 
 Source: Radford et al. 2018, "Improving language understanding by generative pre-training"; Radford et al. 2019; Zhang
 et al. 2022, arXiv:2205.01068; Black et al. 2022, arXiv:2204.06745; Biderman et al. 2023, arXiv:2304.01373 (Pythia);

@@ -1,10 +1,10 @@
 """Encoders of long documents, whose cost grows with the length and not with its square: Longformer and BigBird.
 
-Their layers are BERT's but for the attention (layers/sparse.py). Documents do not depend on the batch around them: where
-transformers' BigBird counts the padding of a row among its blocks, a document here ends with its last token.
+Their layers are BERT's but for the attention (layers/sparse.py). Documents do not depend on the batch around them:
+where transformers' BigBird counts the padding of a row among its blocks, a document here ends with its last token.
 
-Source: Beltagy et al. 2020, arXiv:2004.05150; Zaheer et al. 2020, arXiv:2007.14062; transformers, `models/longformer` and
-`models/big_bird`.
+Source: Beltagy et al. 2020, arXiv:2004.05150; Zaheer et al. 2020, arXiv:2007.14062; transformers, `models/longformer`
+and `models/big_bird`.
 """
 
 from collections.abc import Sequence

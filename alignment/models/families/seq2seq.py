@@ -1,8 +1,8 @@
 """Encoder-decoders: T5, version 1.1, Flan-T5, ByT5, mT5; BART.
 
-T5 has biases for distances instead of positions, no scale on scores, no biases. One table serves files with and without a
-classifier's head. mT5 is T5 1.1 in many languages; its logits are never scaled, and its files may have a head of their
-own. BART has learned positions on both sides, norms after each sum and after the embedding, biases everywhere.
+T5 has biases for distances instead of positions, no scale on scores, no biases. One table serves files with and without
+a classifier's head. mT5 is T5 1.1 in many languages; its logits are never scaled, and its files may have a head of
+their own. BART has learned positions on both sides, norms after each sum and after the embedding, biases everywhere.
 
 Source: Raffel et al. 2020, arXiv:1910.10683; Xue et al. 2022, arXiv:2105.13626 (ByT5); Xue et al. 2021,
 arXiv:2010.11934 (mT5); Lewis et al. 2019, arXiv:1910.13461 (BART); transformers, `models/FAMILY`.

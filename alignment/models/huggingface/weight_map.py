@@ -143,8 +143,8 @@ def stored_parameter(tensor: StoredTensor, location: HFLocation, dtype: torch.dt
     """The place of a parameter; `dtype` None keeps the file's type, UserError where no model can compute in it."""
     if dtype is None and tensor.dtype not in COMPUTED:
         raise UserError(
-            f"{tensor.path}: tensor {tensor.name} is {str(tensor.dtype).removeprefix('torch.')}, which no model computes "
-            "in; name another type"
+            f"{tensor.path}: tensor {tensor.name} is {str(tensor.dtype).removeprefix('torch.')}, which no model "
+            "computes in; name another type"
         )
     return StoredParameter(tensor, location, dtype or tensor.dtype)
 

@@ -34,8 +34,8 @@ class AttentionContext:
         layout: how documents lie in rectangles, for layers that do more than `attend`, such as DeBERTa's.
         relative: vectors of relative positions, for DeBERTa's layers, [2 * S, D].
         global_tokens: of each rectangle of `layout`, for Longformer's layers; None: there are none.
-        select: keeps the tokens whose output is needed, [N, ...] -> [M, ...]; None: all. The last layer of a trunk needs
-            keys and values of all tokens, and the output of few.
+        select: keeps the tokens whose output is needed, [N, ...] -> [M, ...]; None: all. The last layer of a trunk
+            needs keys and values of all tokens, and the output of few.
     """
 
     attend: AttentionFn

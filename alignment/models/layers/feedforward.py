@@ -1,7 +1,7 @@
 """Feed-forward layers: plain, gated, and a mixture of experts. No expert has a capacity limit: no token is dropped.
 
-Source of the mixture: Shazeer et al. 2017, arXiv:1701.06538; Fedus et al. 2021, arXiv:2101.03961 (Switch, one expert per
-token); Jiang et al. 2024, arXiv:2401.04088 (Mixtral, two).
+Source of the mixture: Shazeer et al. 2017, arXiv:1701.06538; Fedus et al. 2021, arXiv:2101.03961 (Switch, one expert
+per token); Jiang et al. 2024, arXiv:2401.04088 (Mixtral, two).
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,8 +1,8 @@
 """Keys and values already seen, one row per document being continued. A prefix is a cache row that starts non-empty.
 
-The slot of a token is its place in the document, prefix first; nothing is moved when rows have different lengths. A layer
-with a window has as many slots as the window, and a token beyond them takes the slot of the one that falls out of it.
-Decoding spends its time on reading them back, so a head's slots lie together.
+The slot of a token is its place in the document, prefix first; nothing is moved when rows have different lengths. A
+layer with a window has as many slots as the window, and a token beyond them takes the slot of the one that falls out of
+it. Decoding spends its time on reading them back, so a head's slots lie together.
 """
 
 from collections.abc import Sequence
@@ -179,8 +179,8 @@ class Cache:
         """Hold only these rows from now on, in this order.
 
         Args:
-            rows: indices without repetition, or one boolean per row; [n]. Those that stay where they are cost nothing if
-                the indices lie on the CPU.
+            rows: indices without repetition, or one boolean per row; [n]. Those that stay where they are cost nothing
+                if the indices lie on the CPU.
         """
         rows = rows.nonzero().squeeze(1) if rows.dtype == torch.bool else rows
         device = self.lengths.device

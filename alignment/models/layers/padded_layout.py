@@ -1,9 +1,9 @@
 """Documents padded to rectangles for attention, and the masks of those rectangles (True: may attend).
 
-Each document has a row of its own, so no mask is needed to keep documents apart. Queries and keys have a layout each, whose
-rectangles hold the same rows: the same layout where documents read themselves alone; another for the keys where a row
-also reads keys without queries: those of a shared prompt, or of a cache row. The last query of a row has the position of
-its last key.
+Each document has a row of its own, so no mask is needed to keep documents apart. Queries and keys have a layout each,
+whose rectangles hold the same rows: the same layout where documents read themselves alone; another for the keys where a
+row also reads keys without queries: those of a shared prompt, or of a cache row. The last query of a row has the
+position of its last key.
 """
 
 from collections.abc import Sequence
@@ -83,8 +83,8 @@ def pad_layouts(
 def shared_keys(batch: Ragged) -> PaddedLayout:
     """The keys that the pieces of a batch with shared prompts read, piece after piece without padding.
 
-    The pieces are the shared prompts, which read themselves, and what each document has to itself, which reads its prompt
-    and itself (`Ragged.pieces`).
+    The pieces are the shared prompts, which read themselves, and what each document has to itself, which reads its
+    prompt and itself (`Ragged.pieces`).
     """
     shared = batch.shared
     device = batch.tokens.device
@@ -297,7 +297,8 @@ def attention_masks(
             continue
         positions = torch.arange(offset + before[0], offset + before[0] + columns, device=device)[None]
         if len(set(before)) > 1:
-            # A padded query takes the position of the last real one: it sees some key, for a softmax over nothing is NaN.
+            # A padded query takes the position of the last real one: it sees some key, for a softmax over nothing is
+            # NaN.
             ends = [length - 1 for length in read]
             first, last = (torch.tensor(x).to(device, non_blocking=True)[:, None] for x in (before, ends))
             positions = offset + torch.minimum(first + torch.arange(columns, device=device), last)

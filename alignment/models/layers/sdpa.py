@@ -78,8 +78,8 @@ class _Scores(NamedTuple):
 class _BlockedAttention(torch.autograd.Function):
     """Attention of bfloat16 on a CPU, a block of queries at a time; torch's kernel is as slow as float32's.
 
-    q is [N, G, T, K]; k and v, which G heads share, are [N, S, K], N / B key heads of each of B rows. Scores, softmax and
-    sums over blocks are in float32; the other products are of bfloat16.
+    q is [N, G, T, K]; k and v, which G heads share, are [N, S, K], N / B key heads of each of B rows. Scores, softmax
+    and sums over blocks are in float32; the other products are of bfloat16.
     """
 
     @staticmethod

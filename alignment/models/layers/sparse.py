@@ -175,7 +175,8 @@ class BlockSparseAttention(SparseAttention):
 
     The first and the last block see everything. In a short document all tokens see each other.
 
-    Source: Zaheer et al. 2020, arXiv:2007.14062, section 2 and appendix D; what is random, transformers, `models/big_bird`.
+    Source: Zaheer et al. 2020, arXiv:2007.14062, section 2 and appendix D; what is random, transformers,
+    `models/big_bird`.
     """
 
     spec: BlockSparseSpec

@@ -1,9 +1,10 @@
 """Attention of chunks of queries on the keys near them: cost and memory grow with the length, not with its square.
 
 Chunk c of a row holds the tokens c * chunk ... (c + 1) * chunk - 1. Its queries read the keys of the chunk, of `before`
-tokens in front of it and of `after` tokens behind it; a mask says which of these each query sees. All keys of a query are in
-one softmax, those that it reads besides its neighbors included. `attend_chunks` takes rows of any kind; layers with a window
-run it on one row in which the documents of a batch lie end to end, without padding, and the mask keeps them apart.
+tokens in front of it and of `after` tokens behind it; a mask says which of these each query sees. All keys of a query
+are in one softmax, those that it reads besides its neighbors included. `attend_chunks` takes rows of any kind; layers
+with a window run it on one row in which the documents of a batch lie end to end, without padding, and the mask keeps
+them apart.
 """
 
 from collections.abc import Sequence
@@ -74,8 +75,8 @@ def attend_chunks(
     Args:
         q: [B, H, T, K]; k, v: [B, KV, T, K].
         mask: booleans (True = may attend) or numbers added to the scores,
-            [B or 1, chunks or 1, H or 1, chunk, before + chunk + after]. Every query sees some key, those behind the last
-            token (T is filled up to whole chunks) too: a softmax over nothing is NaN.
+            [B or 1, chunks or 1, H or 1, chunk, before + chunk + after]. Every query sees some key, those behind the
+            last token (T is filled up to whole chunks) too: a softmax over nothing is NaN.
         chunk, before, after: tokens.
 
     Returns:
@@ -157,7 +158,8 @@ def windowed_attentions(
 ) -> list[AttentionFn | None]:
     """Each layer's attention inside documents, in chunks; None where the layer has no window or chunks do not pay.
 
-    They pay where a document is longer than four windows and than 128 tokens; all documents of the batch are then computed so.
+    They pay where a document is longer than four windows and than 128 tokens; all documents of the batch are then
+    computed so.
 
     Args:
         bias: relative positions [..., Q, S] -> biases [..., H, Q, S], of the layers that have one.

@@ -176,8 +176,8 @@ def autocast_context(
 ) -> Callable[[], AbstractContextManager[Any]]:
     """A function that makes contexts in which matrix products run in `precision`; weights keep their type.
 
-    With `keep_casts` the bfloat16 copy of a trained weight is kept until the context ends, for its next use. Where weights
-    are sharded, the copies of all blocks together would take what sharding saves.
+    With `keep_casts` the bfloat16 copy of a trained weight is kept until the context ends, for its next use. Where
+    weights are sharded, the copies of all blocks together would take what sharding saves.
     """
     if precision != "bf16":
         return nullcontext
@@ -203,8 +203,9 @@ def autocast_forward(model: nn.Module, device: torch.device, precision: str, *, 
 class ReplicatedBackend(Backend):
     """The whole model on every rank: one process, or data-parallel replicas.
 
-    Replicas sum their gradients once, after the last backward, in large buckets. torch's DistributedDataParallel requires
-    that every backward uses every parameter and that all ranks run equally many; several terms and unequal shards do not.
+    Replicas sum their gradients once, after the last backward, in large buckets. torch's DistributedDataParallel
+    requires that every backward uses every parameter and that all ranks run equally many; several terms and unequal
+    shards do not.
     """
 
     def __init__(self, model: nn.Module, config: OptimConfig, process_group: ProcessGroup, precision: str):
@@ -255,8 +256,8 @@ def check_finite(model: nn.Module) -> None:
     ]
     if bad:
         raise UserError(
-            f"{', '.join(bad[:5])}: not a number at the start of the training; an adapter that starts from the values of the "
-            "frozen weights needs them read before it is attached, or the checkpoint is damaged"
+            f"{', '.join(bad[:5])}: not a number at the start of the training; an adapter that starts from the values "
+            "of the frozen weights needs them read before it is attached, or the checkpoint is damaged"
         )
 
 
@@ -285,8 +286,8 @@ def computing_types(model: nn.Module, precision: str) -> dict[nn.Parameter, torc
 
     Under autocast a linear layer rounds its weight and bias to bfloat16 before it uses them, so a copy that is already
     rounded gives the same bits in half the memory. This holds for the plain linear layers inside of blocks.
-    Embeddings, norms and heads compute in float32. Layers under an adapter keep their type as well: some adapters (DoRA)
-    read the weights in other operations.
+    Embeddings, norms and heads compute in float32. Layers under an adapter keep their type as well: some adapters
+    (DoRA) read the weights in other operations.
     """
     types = {parameter: parameter.dtype for parameter in model.parameters()}
     if precision != "bf16":

@@ -1,8 +1,9 @@
 """DeepSpeed ZeRO 1 to 3, prepared by Accelerate: its steps, how each rank reads its part of a model, and its checkpoints.
 
-Stage and offloading come from the launch configuration. Precision, clipping and batch sizes are set here, so that a config
-trains the same model on every backend. Checkpoints are safetensors of each rank's flat float32 vectors, which hold its parts
-of many parameters, and of their optimizer state; they go on with the same number of processes and stage of ZeRO only.
+Stage and offloading come from the launch configuration. Precision, clipping and batch sizes are set here, so that a
+config trains the same model on every backend. Checkpoints are safetensors of each rank's flat float32 vectors, which
+hold its parts of many parameters, and of their optimizer state; they go on with the same number of processes and stage
+of ZeRO only.
 """
 
 import math
@@ -131,8 +132,8 @@ class DeepSpeedBackend(Backend):
     def trained_weights(self) -> dict[str, Tensor]:
         if any(_is_partitioned(parameter) for parameter in self.unwrapped.parameters()):
             raise UserError(
-                "training.ema_decay: ZeRO-3 divides the weights into parts that only its own optimizer may write; leave it "
-                "out, or launch with FSDP2 or ZeRO-2 (configs/launch/fsdp2.yaml, configs/launch/zero2.yaml)"
+                "training.ema_decay: ZeRO-3 divides the weights into parts that only its own optimizer may write; "
+                "leave it out, or launch with FSDP2 or ZeRO-2 (configs/launch/fsdp2.yaml, configs/launch/zero2.yaml)"
             )
         return super().trained_weights()
 
@@ -183,8 +184,8 @@ class DeepSpeedBackend(Backend):
         if saved != self._layout:
             was = saved["layout"] if saved else "another kind of launch"
             raise UserError(
-                f"{path}: this checkpoint was saved by {was}, and now there are {self._layout['layout']}; resume with the "
-                "launch configuration that saved it"
+                f"{path}: this checkpoint was saved by {was}, and now there are {self._layout['layout']}; resume with "
+                "the launch configuration that saved it"
             )
         with torch.no_grad():
             for name, buffer in self._buffers().items():

@@ -54,7 +54,8 @@ class FSDP2Backend(Backend):
         self.optimizer = build_optimizer(model, config)
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        # FSDP2 averages over ranks; every backward reduces, so that a rank never holds more than its shard of gradients.
+        # FSDP2 averages over ranks; every backward reduces, so that a rank never holds more than its shard of
+        # gradients.
         (loss * self.process_group.size).backward()
 
     @contextmanager
@@ -158,8 +159,8 @@ def shard_model(model: nn.Module, process_group: ProcessGroup, precision: str) -
 def _wrap_blocks(model: nn.Module, process_group: ProcessGroup, precision: str) -> None:
     """Make each block, and what is outside of blocks, a group of parameters that is gathered and sharded together.
 
-    In bf16 a block's linear layers are a group of their own, gathered in bfloat16: under autocast they compute with weights
-    rounded in the same way, so no number changes. Gradients are reduced in float32.
+    In bf16 a block's linear layers are a group of their own, gathered in bfloat16: under autocast they compute with
+    weights rounded in the same way, so no number changes. Gradients are reduced in float32.
     """
     settings = fsdp_settings()
     on_gpu = process_group.device.type == "cuda"
@@ -212,8 +213,8 @@ def _device_mesh(process_group: ProcessGroup, *, hybrid: bool) -> Any:
         return init_device_mesh(kind, (size,))
     if size % local:
         raise UserError(
-            f"launch configuration: hybrid sharding needs equally many processes on each node, and {size} processes are not "
-            f"a multiple of {local}; leave fsdp_sharding_strategy out"
+            f"launch configuration: hybrid sharding needs equally many processes on each node, and {size} processes "
+            f"are not a multiple of {local}; leave fsdp_sharding_strategy out"
         )
     return init_device_mesh(kind, (size // local, local), mesh_dim_names=("nodes", "ranks"))
 

@@ -3,8 +3,8 @@
     model.safetensors       the tensors that training changes, of one process or of replicas
     model-shards/           of a sharded model: a file per rank, written and read by torch's distributed checkpoint
     optimizer.safetensors   the optimizer's state; of a sharded model likewise in optimizer-shards/
-Any number of processes can read what any other number wrote. Frozen parameters are left out: a run that trains an adapter
-loads its base model from the original checkpoint.
+Any number of processes can read what any other number wrote. Frozen parameters are left out: a run that trains an
+adapter loads its base model from the original checkpoint.
 """
 
 import math
@@ -98,8 +98,8 @@ def saved_tensors(kind: str, directory: Path) -> dict[str, Stored]:
     shards = directory / f"{kind}-shards"
     if not whole.is_file() and not shards.is_dir():
         raise UserError(
-            f"{whole} is missing, so the run cannot resume from this checkpoint; resume with the launch configuration that "
-            "saved it, or delete the checkpoint to start from the beginning"
+            f"{whole} is missing, so the run cannot resume from this checkpoint; resume with the launch configuration "
+            "that saved it, or delete the checkpoint to start from the beginning"
         )
     try:
         if whole.is_file():

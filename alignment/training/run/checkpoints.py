@@ -94,8 +94,8 @@ def save_checkpoint(
         blind = [rank for rank, sees in enumerate(process_group.gather_objects(directory.is_dir())) if not sees]
         if blind:
             raise UserError(
-                f"{root}: ranks {', '.join(map(str, blind))} do not see this directory, into which every rank writes its part "
-                "of a checkpoint; choose an output on a file system that all machines share"
+                f"{root}: ranks {', '.join(map(str, blind))} do not see this directory, into which every rank writes "
+                "its part of a checkpoint; choose an output on a file system that all machines share"
             )
         for name, engine in named.items():
             if process_group.is_main:
@@ -124,8 +124,8 @@ def restore_checkpoint(path: Path, engines: Engines, identity: dict[str, Any]) -
     """Load a verified checkpoint into the engines and the global random states; a collective operation.
 
     Returns:
-        The algorithm's `state` as saved, with `step`, and `extended`: True where the run that saved it was to be of another
-        length, which `refuse_other_run` allows for one that is finished.
+        The algorithm's `state` as saved, with `step`, and `extended`: True where the run that saved it was to be of
+        another length, which `refuse_other_run` allows for one that is finished.
     """
     named = engines_of(engines)
     process_group = process_group_of(engines)
@@ -146,8 +146,9 @@ def restore_checkpoint(path: Path, engines: Engines, identity: dict[str, Any]) -
     before = saved["environment"]["world_size"]
     if before != process_group.size and saved["drawn"]:  # else only rounding differs
         raise UserError(
-            f"{path} was saved by {before} processes, and now there are {process_group.size}: every process draws its own "
-            f"dropout, and the run would not go on as it was; resume with {before}, or choose another output directory"
+            f"{path} was saved by {before} processes, and now there are {process_group.size}: every process draws its "
+            f"own dropout, and the run would not go on as it was; resume with {before}, or choose another output "
+            "directory"
         )
     if process_group.is_main:
         for line in differences(saved["environment"], _environment(process_group.size)):

@@ -108,8 +108,8 @@ class Run:
             self.finished = init_distributed().broadcast_object(self.finished)
         if self.finished:
             self._print(
-                f"{self.output}: this run is finished and stays as it is; give --again (training.again=true) to repeat it, "
-                "or remove the directory"
+                f"{self.output}: this run is finished and stays as it is; give --again (training.again=true) to repeat "
+                "it, or remove the directory"
             )
 
     def _open(self, config: Mapping[str, Any], stage: str, trackers: Sequence[str], *, again: bool) -> None:
@@ -249,8 +249,8 @@ class Run:
                 if tracker.name not in self._failing:
                     self._failing.append(tracker.name)
                     self.note(
-                        f"training.trackers: {tracker.name} failed ({type(error).__name__}: {error}); the run goes on, and "
-                        f"{' and '.join(LOGS)} have everything"
+                        f"training.trackers: {tracker.name} failed ({type(error).__name__}: {error}); the run goes on, "
+                        f"and {' and '.join(LOGS)} have everything"
                     )
 
     def note(self, text: str) -> None:

@@ -89,13 +89,15 @@ def refuse_other_run(output: Path, stage: str, identity: Mapping[str, object]) -
     if finished and only_length and _is_longer(old["config"], new["config"], finished):
         if not (output / "checkpoints" / f"step-{finished:06d}").is_dir():
             raise UserError(
-                f"{output}: this run is finished after {finished} updates and kept no checkpoint of its end to go on from. "
-                f"Start another run from its model ({output / 'model'}) in another output directory, or delete this one"
+                f"{output}: this run is finished after {finished} updates and kept no checkpoint of its end to go on "
+                f"from. Start another run from its model ({output / 'model'}) in another output directory, or delete "
+                "this one"
             )
         return False
     why = "\n".join(["of a run with other settings:", *changed]) if old else "that no run of this kind has written"
     raise UserError(
-        f"{output}: holds {', '.join(found)} {why}\nNothing was changed. Choose another output directory, or delete this one"
+        f"{output}: holds {', '.join(found)} {why}\nNothing was changed. Choose another output directory, or delete "
+        "this one"
     )
 
 
@@ -127,8 +129,8 @@ def earlier_run(output: Path) -> dict[str, Any]:
             identity["source"] = lineage.get("code", {}).get("source", "")
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(
-            f"{output}: config.yaml or lineage.json of an earlier run cannot be read ({type(error).__name__}), so it is "
-            "not known whether this run may go on from it; choose another output directory, or delete this one"
+            f"{output}: config.yaml or lineage.json of an earlier run cannot be read ({type(error).__name__}), so it "
+            "is not known whether this run may go on from it; choose another output directory, or delete this one"
         ) from error
     return identity
 
