@@ -98,7 +98,7 @@ app.add_typer(inspect, name="inspect")
 
 
 class ConfigCommand(TyperCommand):
-    """A command that runs a stage, its context's `obj`; `--help [all | KEY]` describes the keys of the stage's config."""
+    """A command that runs a stage, its context's `obj`; `--help [all | KEY]` describes the keys of its config."""
 
     def parse_args(self, ctx: "Context", args: list[str]) -> list[str]:
         """Note the word after `--help`."""
@@ -226,7 +226,7 @@ EVALUATIONS = {  # command: (stage, help)
 
 
 def add_evaluation(command: str, stage: str, help_text: str) -> None:
-    """Add the command that runs an evaluation; a table of win rates, or what people have to do first, is printed as well."""
+    """Add the command that runs an evaluation; it also prints a table of win rates, or what people have to do first."""
 
     @evaluate.command(command, help=help_text, cls=ConfigCommand, context_settings={"obj": stage})
     def run_evaluation(config: ConfigName, overrides: Overrides = None) -> None:
@@ -500,17 +500,17 @@ def plan(
     tflops: Annotated[float | None, typer.Option(help="The device's peak rate, 10^12 operations per second.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Show what a run will hold on each device, how long it is, and whether it fits: 2 where it does not. Nothing runs."""
+    """Show what a run holds on each device, how long it is, and whether it fits: 2 where it does not. Nothing runs."""
     from alignment.commands import plan as planning
     from alignment.planning.plan import require_fit
 
     options = {"gpus": gpus, "gpu_memory": gpu_memory, "launch": launch, "stage": stage, "tflops": tflops}
-    found = planning.plan_config(config, overrides or [], **options)
+    run_plan = planning.plan_config(config, overrides or [], **options)
     if as_json:
-        print(json.dumps(planning.as_json(found, mfu), indent=2))
+        print(json.dumps(planning.as_json(run_plan, mfu), indent=2))
     else:
-        print("\n".join(planning.plan_lines(found, mfu)))
-    require_fit(found, config)
+        print("\n".join(planning.plan_lines(run_plan, mfu)))
+    require_fit(run_plan, config)
 
 
 @app.command()
@@ -584,7 +584,7 @@ def data_cache(
     ] = None,
     directory: Annotated[str | None, typer.Option("--dir", help="ALIGNMENT_CACHE or the user's by default.")] = None,
 ) -> None:
-    """List the prepared rows that are kept on disk, or delete them; a run whose rows are missing prepares them again."""
+    """List the prepared rows kept on disk, or delete them; a run whose rows are missing prepares them again."""
     from alignment.data.cache import cache_lines
 
     print("\n".join(cache_lines(directory, clear=clear, older_than=older_than)))
@@ -661,7 +661,7 @@ def inspect_saliency(
         str, typer.Option(help="HTML file to write; the numbers stand beside it as JSON.")
     ] = "saliency.html",
 ) -> None:
-    """Write a page with the share of each token in a model's answer: integrated gradients, gradient x input, ablation."""
+    """Write a page with each token's share in a model's answer: integrated gradients, gradient x input, ablation."""
     from alignment.analysis import write_saliency
     from alignment.data.rows.read import read_rows
 
@@ -705,12 +705,12 @@ def runs(
     """List the training runs below a folder: state, last metrics, and the settings in which runs of a stage differ."""
     from alignment.commands import runs as listing
 
-    found, problems = listing.read_runs(Path(folder))
+    summaries, problems = listing.read_runs(Path(folder))
     if as_json:
-        shown = {"runs": [vars(run) for run in found], "differences": listing.setting_differences(found)}
+        shown = {"runs": [vars(run) for run in summaries], "differences": listing.setting_differences(summaries)}
         print(json.dumps(shown, indent=2, ensure_ascii=False))
-    elif found:
-        listing.print_runs(found)
+    elif summaries:
+        listing.print_runs(summaries)
     raise_all(problems)
 
 
@@ -790,7 +790,7 @@ def escape_controls() -> None:
 
 
 def _write_shown(write: Callable[[str], int], control: re.Pattern[str], text: str) -> int:
-    return write(control.sub(lambda found: found[1] or f"\\u{ord(found[0]):04x}", text))
+    return write(control.sub(lambda match: match[1] or f"\\u{ord(match[0]):04x}", text))
 
 
 def terminate(number: int, frame: FrameType | None) -> None:
@@ -816,7 +816,10 @@ def explain(error: Any, *, debug: bool) -> int:
         text = f"{type(error).__name__}: {error}".removesuffix(": ")
         code = 1
         if type(error).__name__ == "OutOfMemoryError":
-            text += "\nlower training.micro_batch_tokens (it changes no result), or set training.gradient_checkpointing=true"
+            text += (
+                "\nlower training.micro_batch_tokens (it changes no result), or set "
+                "training.gradient_checkpointing=true"
+            )
         text += "" if debug else "\nrun again with --debug for the traceback"
     rank = ""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:

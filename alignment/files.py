@@ -61,7 +61,7 @@ def sync(path: Path) -> None:
 
 
 def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a temporary file beside `path`, then rename it over `path`, which a full disk leaves as it was."""
+    """Let `write` fill a temporary file beside `path` and rename it over `path`, which a full disk leaves as it was."""
     with _neighbor(path, Path.touch) as temporary:
         write(temporary)
         sync(temporary)
@@ -200,16 +200,16 @@ def explain_full_disk(path: Path, written: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        for each in (error, error.__cause__):  # an inner call may have explained it; safetensors has a type of its own
-            if getattr(each, "errno", None) in FULL or re.search(SHORT_WRITE, str(each)):
+        for cause in (error, error.__cause__):  # an inner call may have explained it; safetensors has a type of its own
+            if getattr(cause, "errno", None) in FULL or re.search(SHORT_WRITE, str(cause)):
                 size = sum(file.stat().st_size for file in [written, *written.rglob("*")] if file.is_file())
                 free = shutil.disk_usage(path.parent).free
                 raise UserError(
                     f"{path}: the disk is full: {size} bytes of it are written, it needs more, and {free} are free. "
                     "What was there before is untouched; make room and run again"
-                ) from each
-            if os.strerror(errno.EROFS) in str(each) or getattr(each, "filename", None) == str(written):
-                raise _unwritable(path, each) from each
+                ) from cause
+            if os.strerror(errno.EROFS) in str(cause) or getattr(cause, "filename", None) == str(written):
+                raise _unwritable(path, cause) from cause
         raise
 
 
@@ -319,7 +319,7 @@ def hash_of(value: object) -> str:
 
 
 def hashes_below(directory: Path, pattern: str = "*") -> dict[str, str]:
-    """SHA-256 of every file below a directory whose name matches, by its path from there; a model's card is left out."""
+    """SHA-256 of every file below a directory whose name matches, by its path from there, without a model's card."""
     files = sorted(file for file in directory.rglob(pattern) if file.is_file() and file.name != CARD)
     return {file.relative_to(directory).as_posix(): sha256(file) for file in files}
 
@@ -343,10 +343,10 @@ def check_directory(directory: Path) -> None:
 
 
 def _file_problems(directory: Path) -> Iterator[str]:
-    own = Path(os.path.realpath(directory))
-    blobs = own.parent.parent / "blobs"
-    in_cache = own.parent.name == "snapshots" and blobs.is_dir() and not blobs.is_symlink()
-    roots = [own, blobs] if in_cache else [own]
+    real_directory = Path(os.path.realpath(directory))
+    blobs = real_directory.parent.parent / "blobs"
+    in_cache = real_directory.parent.name == "snapshots" and blobs.is_dir() and not blobs.is_symlink()
+    roots = [real_directory, blobs] if in_cache else [real_directory]
     for path in [*sorted(directory.iterdir()), *sorted((directory / CHAT_TEMPLATE_DIRECTORY).glob("*"))]:
         real = Path(os.path.realpath(path))
         if not path.exists():
@@ -408,8 +408,8 @@ def without_foreign_code(config: Mapping[str, object], path: Path) -> dict[str, 
 
 def byte_count(size: str) -> int:
     """The bytes of a size such as "5GB", "500 MB" or "2GiB"; GB is 10^9, GiB is 2^30. ValueError where it is none."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B", size.strip(), re.IGNORECASE)
-    if found is None or float(found[1]) <= 0:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B", size.strip(), re.IGNORECASE)
+    if match is None or float(match[1]) <= 0:
         raise ValueError(f"{size!r} is no size; give a number and a unit, such as 5GB or 500MB")
-    base = 1024 if found[3] else 1000
-    return int(float(found[1]) * base ** " KMGT".index(found[2].upper() or " "))
+    base = 1024 if match[3] else 1000
+    return int(float(match[1]) * base ** " KMGT".index(match[2].upper() or " "))

@@ -36,8 +36,9 @@ MODEL_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", CARD]  
 
 
 def find_directory(source: str, revision: str | None = None) -> Path:
-    """Return the local directory of a checkpoint; a Hub name is downloaded (safetensors, JSON, tokenizer files and card),
-    unless there is a copy, see `copied_model`, which is said once.
+    """Return the local directory of a checkpoint; a Hub name is downloaded, unless there is a copy.
+
+    The download has safetensors, JSON, tokenizer files and card. That a copy is read, see `copied_model`, is said once.
 
     `revision` is a commit on the Hub; None: the newest.
     """
@@ -100,8 +101,12 @@ def _hub_refusal(error: Exception) -> str:
 
 
 class Checkpoint:
-    """A model or adapter directory, found once: `source` as the user wrote it, the local `directory`, and `base`, that of
-    the weights: of the adapter's base model, or `directory` itself.
+    """A model or adapter directory, found once.
+
+    Attributes:
+        source: as the user wrote it.
+        directory: the local one.
+        base: the directory of the weights: of the adapter's base model, or `directory` itself.
     """
 
     def __init__(self, source: str | Path):
@@ -197,7 +202,7 @@ def _named_ends(checkpoint: Checkpoint) -> list[int]:
 
 
 def describe_stop_tokens(source: str | Checkpoint, tokenizer: Tokenizer) -> str:
-    """Say which tokens end a response, and which ordinary ones that generation_config.json names do not, in one sentence."""
+    """Say in one sentence which tokens end a response, and which ordinary ones in generation_config.json do not."""
     stops = stop_token_ids(tokenizer)
 
     def listed(ids: Iterable[int]) -> str:

@@ -165,7 +165,7 @@ class Ragged(DeviceBatch):
         row_ids: Sequence[str] = (),
         share: Sharing = True,
     ) -> "Ragged":
-        """Lay documents end to end, what the documents of a group begin with (no targets) only once; see `common_prompt`.
+        """Lay documents end to end, what those of a group begin with (no targets) only once; see `common_prompt`.
 
         Args:
             groups: numbers of the documents that may share their beginning; no document is in two groups.
@@ -235,8 +235,8 @@ class Ragged(DeviceBatch):
         """Tokens of each piece that lies in one run: the shared prompts, then what each document has to itself."""
         if self.shared is None:
             return self.lengths
-        own = tuple(length - prompt for length, prompt in zip(self.lengths, self.shared.of_each, strict=True))
-        return (*self.shared.lengths, *own)
+        own_lengths = tuple(length - prompt for length, prompt in zip(self.lengths, self.shared.of_each, strict=True))
+        return (*self.shared.lengths, *own_lengths)
 
 
 def refuse_shared(batch: Ragged, what: str) -> None:
@@ -267,11 +267,15 @@ def _share(
 ) -> Ragged:
     """The batch with each shared prompt, of `prompts` tokens, once; `first_of` is a document that begins with it."""
     ends = list(accumulate(whole.lengths))
-    own = [length - (0 if p is None else prompts[p]) for length, p in zip(whole.lengths, of_documents, strict=True)]
-    firsts = [ends[i] - whole.lengths[i] for i in first_of] + [end - size for end, size in zip(ends, own, strict=True)]
-    kept = runs(firsts, [*prompts, *own])
+    own_lengths = [
+        length - (0 if p is None else prompts[p]) for length, p in zip(whole.lengths, of_documents, strict=True)
+    ]
+    firsts = [ends[i] - whole.lengths[i] for i in first_of] + [
+        end - size for end, size in zip(ends, own_lengths, strict=True)
+    ]
+    kept = runs(firsts, [*prompts, *own_lengths])
     documents = document_tokens(prompts, of_documents, whole.lengths)
-    starts = torch.tensor([0, *accumulate(own)]) + sum(prompts)
+    starts = torch.tensor([0, *accumulate(own_lengths)]) + sum(prompts)
     before = documents[whole.target_index - 1]
     repeated = (before < sum(prompts)).nonzero().squeeze(1)
     return replace(
@@ -380,7 +384,7 @@ def cut_at_targets(batch: Ragged, start_token: int) -> Seq2Seq:
 
 
 def with_virtual_tokens(batch: Ragged, count: int | Sequence[int]) -> tuple[Ragged, Tensor, Tensor]:
-    """The documents with `count` more tokens in front of each, or with a count of their own, for vectors that are no tokens'.
+    """The documents with `count` more tokens before each, or a count of their own, for vectors that are no tokens'.
 
     A shared prompt has them once for its documents, which need the same count; targets stay the same tokens.
 
@@ -407,24 +411,24 @@ def with_virtual_tokens(batch: Ragged, count: int | Sequence[int]) -> tuple[Ragg
         places = [0] * prompts + [before and before + most for before in shared.of_each]
     sizes = [size + more for size, more in zip(pieces, added, strict=True)]
     starts = [0, *accumulate(sizes)]
-    own = runs([start + more for start, more in zip(starts[:-1], added, strict=True)], pieces)
-    own = own.to(device, non_blocking=True)
+    own_tokens = runs([start + more for start, more in zip(starts[:-1], added, strict=True)], pieces)
+    own_tokens = own_tokens.to(device, non_blocking=True)
 
     def longer(x: Tensor) -> Tensor:
-        return x.new_zeros(starts[-1]).index_copy(0, own, x)
+        return x.new_zeros(starts[-1]).index_copy(0, own_tokens, x)
 
     if shared is not None:
         longer_prompts = tuple(length + most for length in shared.lengths)
         documents = document_tokens(longer_prompts, shared.of_documents, lengths)
         documents = documents.to(device, non_blocking=True)
-        shared = replace(shared, lengths=longer_prompts, documents=documents, before=own[shared.before])
+        shared = replace(shared, lengths=longer_prompts, documents=documents, before=own_tokens[shared.before])
     expanded = replace(
         batch,
         tokens=longer(batch.tokens),
         positions=runs(places, sizes).to(device, non_blocking=True),
         starts=torch.tensor(starts[prompts:], dtype=batch.starts.dtype).to(device, non_blocking=True),
         lengths=lengths,
-        target_index=own[batch.target_index],
+        target_index=own_tokens[batch.target_index],
         segments=None if batch.segments is None else longer(batch.segments),
         global_mask=None if batch.global_mask is None else longer(batch.global_mask),
         shared=shared,
@@ -432,17 +436,17 @@ def with_virtual_tokens(batch: Ragged, count: int | Sequence[int]) -> tuple[Ragg
         if batch.prefix_lengths is None
         else batch.prefix_lengths + torch.tensor(counts, device=device),
     )
-    return expanded, own, runs(starts[:-1], added).to(device, non_blocking=True)
+    return expanded, own_tokens, runs(starts[:-1], added).to(device, non_blocking=True)
 
 
 def group_by_length(lengths: Sequence[int], limit: int) -> list[list[int]]:
-    """Row numbers in groups of similar length, from short to long, each of at most `limit` tokens; a longer row is alone."""
+    """Row numbers in groups of similar length, short to long, each of at most `limit` tokens; a longer row is alone."""
     return fill_groups(sorted(range(len(lengths)), key=lambda row: lengths[row]), lengths, limit)
 
 
 def group_rows_by_length(rows: Sequence[Row], lengths: Sequence[int], limit: int) -> list[list[Row]]:
     """The rows themselves in the groups of `group_by_length`, the longest group first, where memory peaks."""
-    return [[rows[number] for number in group] for group in reversed(group_by_length(lengths, limit))]
+    return [[rows[index] for index in group] for group in reversed(group_by_length(lengths, limit))]
 
 
 def fill_groups(order: Sequence[int], lengths: Sequence[int], limit: int) -> list[list[int]]:
@@ -473,8 +477,8 @@ def has_bfloat16() -> bool | None:
     oneDNN's own question whether it supports bfloat16 is answered with yes by CPUs that only emulate it.
     """
     capabilities = getattr(torch.cpu, "get_capabilities", dict)()
-    found = [has for name, has in capabilities.items() if "bf16" in name]
-    return any(found) if found else None
+    flags = [has for name, has in capabilities.items() if "bf16" in name]
+    return any(flags) if flags else None
 
 
 def on_float64_device(values: Tensor) -> Tensor:

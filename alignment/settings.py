@@ -1,4 +1,4 @@
-"""The base of config classes: limits are types, contradictions are a table, and one start names all of both; and patterns.
+"""The base of config classes: limits are types, contradictions a table, and one start names all of both; and patterns.
 
 A config is a frozen dataclass. What a single value may be is the type of its field; what values must not be together is
 a row of `RULES`. From Python a config is checked where it is made. From YAML `config.load.build` makes all sections
@@ -87,8 +87,8 @@ def deferred_checks() -> Iterator[None]:
 def broken_rules(value: object, key: Key = ()) -> Iterator[Contradiction]:
     """All broken rules of a config and of the sections in it; `key` is its own key."""
     if is_dataclass(value):
-        for each in fields(value):
-            yield from broken_rules(getattr(value, each.name), (*key, each.name))
+        for field in fields(value):
+            yield from broken_rules(getattr(value, field.name), (*key, field.name))
         yield from _contradictions(value, key) if isinstance(value, Settings) else ()
     elif isinstance(value, (list, tuple, Mapping)):
         items = value.items() if isinstance(value, Mapping) else enumerate(value)
@@ -112,7 +112,7 @@ def limit_text(bound: str, limit: float) -> str:
 
 def default_text(cls: type, name: str) -> str:
     """`; the default is 0.1` where a field has a number for a default, else ''."""
-    default = next((each.default for each in fields(cast(Any, cls)) if each.name == name), MISSING)
+    default = next((field.default for field in fields(cast(Any, cls)) if field.name == name), MISSING)
     return f"; the default is {default}" if isinstance(default, (int, float)) else ""
 
 
@@ -120,8 +120,8 @@ def _contradictions(settings: Settings, key: Key) -> Iterator[Contradiction]:
     for cls in reversed(type(settings).__mro__):
         for rule in cls.__dict__.get("RULES", ()):
             read: set[Key] = set()
-            if found := rule.wrong(_Reader(settings, key, read)):
-                yield (*key, *rule.key.split(".")), rule.why.format(self=settings, found=found), frozenset(read)
+            if finding := rule.wrong(_Reader(settings, key, read)):
+                yield (*key, *rule.key.split(".")), rule.why.format(self=settings, found=finding), frozenset(read)
 
 
 def _out_of_range(settings: Settings) -> Iterator[tuple[str, str]]:
@@ -131,26 +131,26 @@ def _out_of_range(settings: Settings) -> Iterator[tuple[str, str]]:
         if options and isinstance(value, str) and value not in options:
             yield name, f"must be {' or '.join(map(repr, options))}, got {value!r}"
         numbers = (x for _, x in leaves(value) if isinstance(x, (int, float)) and not isinstance(x, bool))
-        for number, (bound, limit) in itertools.product(numbers, bounds):
-            inside = {"gt": number > limit, "ge": number >= limit, "lt": number < limit, "le": number <= limit}
+        for leaf, (bound, limit) in itertools.product(numbers, bounds):
+            inside = {"gt": leaf > limit, "ge": leaf >= limit, "lt": leaf < limit, "le": leaf <= limit}
             if not inside[bound]:  # also where the number is NaN
-                yield name, f"{limit_text(bound, limit)}, got {number}{default_text(type(settings), name)}"
+                yield name, f"{limit_text(bound, limit)}, got {leaf}{default_text(type(settings), name)}"
 
 
 @functools.cache
 def _limited_fields(cls: type) -> list[tuple[str, list[tuple[str, float]], list[str]]]:
     """Name, bounds and options of each field whose type has some; a field that takes any text has no options."""
     hints = get_type_hints(cls, include_extras=True)
-    found = []
-    for each in fields(cast(Any, cls)):
-        parts = list(_parts(hints[each.name]))
+    limited = []
+    for field in fields(cast(Any, cls)):
+        parts = list(_parts(hints[field.name]))
         limits = [part for part in parts if isinstance(part, (Gt, Ge, Lt, Le, Interval))]
         bounds = [(name, getattr(part, name)) for part in limits for name in BOUNDS if hasattr(part, name)]
         bounds = [(name, limit) for name, limit in bounds if limit is not None]
         options = [] if str in parts else [part for part in parts if isinstance(part, str)]
         if bounds or options:
-            found.append((each.name, bounds, options))
-    return found
+            limited.append((field.name, bounds, options))
+    return limited
 
 
 def _parts(hint: object) -> Iterator[object]:
@@ -170,7 +170,7 @@ def leaves(value: object, key: Key = ()) -> Iterator[tuple[Key, object]]:
 
 
 class _Reader:
-    """Settings that note the key of every value that is read, in `read`; methods and properties are noted by what they read."""
+    """Settings that note in `read` the key of every value read; methods and properties are noted by what they read."""
 
     def __init__(self, settings: Settings, key: Key, read: set[Key]):
         self.__dict__.update(_settings=settings, _key=key, _read=read)

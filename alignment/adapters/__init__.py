@@ -1,4 +1,4 @@
-"""Adapters beside a frozen model: LoRA, DoRA, (IA)^3, prompts and prefixes in peft's file format; bottleneck adapters."""
+"""Adapters on a frozen model: LoRA, DoRA, (IA)^3, prompts and prefixes in peft's file format; bottleneck adapters."""
 
 from alignment.adapters.attach import (
     adapter_state,

@@ -99,7 +99,7 @@ def merge_adapter(model: Loaded) -> Loaded:
 
 
 def merged_state(model: nn.Module, state: State) -> State:
-    """The state dict of a model without its LoRA, DoRA or (IA)^3, which is put into the weights; the model stays as it is."""
+    """The state dict of a model with its LoRA, DoRA or (IA)^3 merged into the weights; the model stays as it is."""
     kinds = (_lora, _ia3)
     plain = {plain_name(name): value for name, value in state.items() if not any(kind.holds(name) for kind in kinds)}
     replace_extras(model, state, plain)  # first: the update of a tied head lies on the trained rows
@@ -124,7 +124,7 @@ def read_spec(directory: Path) -> AdapterSpec:
 
 
 def adapter_state(model: AnyModel, state: State | None = None) -> State:
-    """The adapter's weights by our names, with the score head of a scalar model; `state` is whole where the model is sharded."""
+    """The adapter's weights by our names, with a scalar model's score head; of a sharded model `state` is whole."""
     whole: State = model.state_dict() if state is None else state
     kinds = kinds_attached(model)
     head = _head_name(model)
@@ -222,16 +222,16 @@ def _load_strictly(
 ) -> None:
     """Copy tensors into the model; any missing, unexpected or misshapen tensor is an error."""
     parameters = dict(model.named_parameters())
-    found = {name: value for name, value in wanted.items() if value is not None}
-    problems = [f"{where}: tensor for {name} is missing" for name in wanted if name not in found]
+    tensors = {name: value for name, value in wanted.items() if value is not None}
+    problems = [f"{where}: tensor for {name} is missing" for name in wanted if name not in tensors]
     problems += [f"{where}: tensor {name} belongs nowhere in this model" for name in unexpected]
     problems += [
         f"{where}: {name} has shape {list(value.shape)}, the model wants {list(parameters[name].shape)}"
-        for name, value in found.items()
+        for name, value in tensors.items()
         if value.shape != parameters[name].shape
     ]
     raise_all(problems)
-    for name, value in found.items():
+    for name, value in tensors.items():
         parameters[name].copy_(value)
 
 
@@ -261,20 +261,20 @@ def load_adapters(model: Loaded, directories: Mapping[str, str | Path]) -> Loade
     if model.row_adapters is not None or kinds_attached(model):
         raise UserError("the model has an adapter already; load the base, and all of its adapters in one call")
     check_adapters(directories)
-    found = {name: _taken_off(load_adapter(model, Path(path))) for name, path in directories.items()}
+    adapters = {name: _taken_off(load_adapter(model, Path(path))) for name, path in directories.items()}
     raise_all(
         f"adapters.{name}: {layer} does not read the tokens of whole documents, which its update needs here; leave the "
         "layer out of the adapter, or merge it with `alignment export`"
-        for name, adapter in found.items()
+        for name, adapter in adapters.items()
         for layer in adapter.updates
         if not layer.startswith("trunk.") or ".experts." in layer
     )
-    model.row_adapters = RowAdapters(model, found)
+    model.row_adapters = RowAdapters(model, adapters)
     return model
 
 
 def check_adapters(directories: Mapping[str, str | Path]) -> None:
-    """Refuse adapters that cannot act on single documents of a batch, before their base is loaded; see `load_adapters`."""
+    """Refuse adapters that cannot act on single documents of a batch before the base is loaded; see `load_adapters`."""
     raise_all(problem for name, path in directories.items() for problem in _not_by_document(name, Path(path)))
 
 
@@ -287,11 +287,13 @@ def _not_by_document(name: str, directory: Path) -> Iterator[str]:
             f"adapters.{name}: {directory} is {spec.kind}, and only lora, prefix and prompt act on single documents of "
             "a batch; serve it alone (--adapter)"
         )
-    elif isinstance(spec, LoRASpec) and (whole := [each for each in tensors if ".lora_" not in each]):
+    elif isinstance(spec, LoRASpec) and (
+        whole := [tensor_name for tensor_name in tensors if ".lora_" not in tensor_name]
+    ):
         yield (
             f"adapters.{name}: {directory} replaces {whole[0]}, of which a batch has one; serve it alone (--adapter)"
         )
-    if broken := [each for each, value in tensors.items() if not value.isfinite().all()]:
+    if broken := [tensor_name for tensor_name, value in tensors.items() if not value.isfinite().all()]:
         yield f"adapters.{name}: {directory}: {broken[0]} holds NaN or infinity, which other rows would read too"
 
 
@@ -301,11 +303,11 @@ def _taken_off(model: LanguageModel) -> "RowAdapter":
     from alignment.models.row_adapters import RowAdapter
 
     updates = lora_updates(model, model.state_dict())
-    found = RowAdapter(
+    adapter = RowAdapter(
         {layer: (update.down, update.scale * update.up.T) for layer, update in updates.items()},
         model.active_prefix(),
         model.active_soft_prompt(),
     )
     _lora.detach(model)
     model.prefix = model.soft_prompt = None
-    return found
+    return adapter

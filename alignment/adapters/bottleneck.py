@@ -142,7 +142,7 @@ class BottleneckKind(AdapterKind):
         return bool(bottlenecks(model))
 
     def changes_when_off(self, model: nn.Module) -> list[Change]:
-        return [(each, "enabled", False) for each in bottlenecks(model).values()]
+        return [(bottleneck, "enabled", False) for bottleneck in bottlenecks(model).values()]
 
     def holds(self, name: str) -> bool:
         return f".{CHILD}." in name
@@ -156,8 +156,8 @@ class BottleneckKind(AdapterKind):
         )
 
     def read_spec(self, config: Mapping[str, object], directory: Path) -> BottleneckSpec:
-        own = {key: value for key, value in config.items() if key not in SHARED}
-        return build_spec(BottleneckSpec, own, f"{directory}/{CONFIG}")
+        settings = {key: value for key, value in config.items() if key not in SHARED}
+        return build_spec(BottleneckSpec, settings, f"{directory}/{CONFIG}")
 
     def from_file(
         self, model: AnyModel, spec: BottleneckSpec, tensors: State, directory: Path

@@ -56,14 +56,14 @@ Spec = TypeVar("Spec")
 def changed(changes: Iterable[Change]) -> Iterator[None]:
     """Set attributes within the block, also when the block raises."""
     changes = list(changes)
-    before = [(each, name, getattr(each, name)) for each, name, _ in changes]
-    for each, name, value in changes:
-        setattr(each, name, value)
+    before = [(target, name, getattr(target, name)) for target, name, _ in changes]
+    for target, name, value in changes:
+        setattr(target, name, value)
     try:
         yield
     finally:
-        for each, name, value in before:
-            setattr(each, name, value)
+        for target, name, value in before:
+            setattr(target, name, value)
 
 
 # Rows of the token embedding
@@ -188,7 +188,7 @@ def _train_module(model: AnyModel, name: str) -> None:
     from peft.utils.other import ModulesToSaveWrapper
 
     module = model.get_submodule(name)
-    if any(isinstance(each, BaseTunerLayer) for each in module.modules()):
+    if any(isinstance(submodule, BaseTunerLayer) for submodule in module.modules()):
         raise UserError(f"adapter.modules_to_save: {name} has the adapter's own weights too; leave it out of `layers`")
     if isinstance(module, nn.Embedding) and _holders(model, nn.Embedding)[module.weight] > 1:
         raise UserError(
@@ -229,20 +229,20 @@ def _modules_named(model: AnyModel, text: str) -> list[str]:
     """Our names of the modules with weights that a name, ours or a file's, means."""
     owners = {ours.rpartition(".")[0]: place.name.rpartition(".")[0] for ours, place in _locations(model).items()}
     ours = [name for name in owners if f".{name}".endswith(f".{text}")]
-    found = ours or [name for name, in_file in owners.items() if f".{in_file}".endswith(f".{text}")]
-    if not found:
+    names = ours or [name for name, in_file in owners.items() if f".{in_file}".endswith(f".{text}")]
+    if not names:
         raise UserError(
             f"adapter.modules_to_save: {text!r} names no module with weights of its own; such as "
             f"{', '.join(list(owners)[:3])} or {', '.join(list(owners.values())[-3:])}"
         )
-    in_file = {owners[name] for name in found}
-    torn = [name for name, file_name in owners.items() if file_name in in_file and name not in found]
+    in_file = {owners[name] for name in names}
+    torn = [name for name, file_name in owners.items() if file_name in in_file and name not in names]
     if torn:
         raise UserError(
-            f"adapter.modules_to_save: a file holds {', '.join(found)} together with {', '.join(torn)}; name "
+            f"adapter.modules_to_save: a file holds {', '.join(names)} together with {', '.join(torn)}; name "
             f"{', '.join(sorted(in_file))} instead"
         )
-    return found
+    return names
 
 
 # Both
@@ -254,7 +254,7 @@ def attach_extras(model: nn.Module, modules_to_save: tuple[str, ...], tokens: tu
         return
     if not isinstance(model, NativeModel | ExternalModel):
         raise UserError("adapter.token_rows and adapter.modules_to_save are not there for a model with two heads")
-    for name in dict.fromkeys(each for text in modules_to_save for each in _modules_named(model, text)):
+    for name in dict.fromkeys(module_name for text in modules_to_save for module_name in _modules_named(model, text)):
         _train_module(model, name)
     if tokens:
         _train_rows(model, tokens)
@@ -284,8 +284,8 @@ def replace_extras(model: nn.Module, state: State, plain: State) -> None:
     """Put the trained rows and modules of a state dict into the one without the adapter."""
     for name, value in state.items():
         if COPY in name:
-            own = name.replace(COPY, ".")
-            plain[own] = value.to(plain[own].dtype)
+            weight_name = name.replace(COPY, ".")
+            plain[weight_name] = value.to(plain[weight_name].dtype)
     if (rows := token_rows(model)) is not None:
         embedding = _embedding(model).weight
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -316,18 +316,18 @@ def extras_to_file(model: nn.Module, state: State) -> tuple[State, dict[str, obj
 
 def extras_from_file(model: nn.Module, tensors: State) -> dict[str, Tensor | None]:
     """Take the tensors of a model's rows and modules out of a file's and return them by our names."""
-    found: dict[str, Tensor | None] = {}
+    weights: dict[str, Tensor | None] = {}
     if token_rows(model) is not None:
-        found[ROWS] = tensors.pop(f"{BEFORE}{_embedding_in_file(cast(AnyModel, model))}{ROWS_IN_FILE}", None)
+        weights[ROWS] = tensors.pop(f"{BEFORE}{_embedding_in_file(cast(AnyModel, model))}{ROWS_IN_FILE}", None)
     copies = [name for name in model.state_dict() if COPY in name]
     locations = _locations(cast(AnyModel, model)) if copies else {}
     in_file = {name: locations[name.replace(COPY, ".")] for name in copies}
     for name, location in in_file.items():
         tensor = tensors.get(f"{BEFORE}{location.name}")
-        found[name] = None if tensor is None else cut(tensor, location).clone()
+        weights[name] = None if tensor is None else cut(tensor, location).clone()
     for location in in_file.values():
         tensors.pop(f"{BEFORE}{location.name}", None)
-    return found
+    return weights
 
 
 def modules_of_file(directory: Path, tensors: State) -> tuple[str, ...]:
@@ -337,7 +337,7 @@ def modules_of_file(directory: Path, tensors: State) -> tuple[str, ...]:
     """
     named = tuple(f".{name}" for name in read_adapter_config(directory).get("modules_to_save") or [])
     held = {name.removeprefix(BEFORE).rpartition(".")[0] for name in tensors}
-    return tuple(each for each in sorted(held - {"score", "classifier"}) if f".{each}".endswith(named))
+    return tuple(module for module in sorted(held - {"score", "classifier"}) if f".{module}".endswith(named))
 
 
 # A file beside its base and its config
@@ -454,7 +454,7 @@ class InjectedKind(AdapterKind):
         rows = token_rows(model)
         modules = [*wrappers(model).values(), *self.layers(model).values()]
         off: list[Change] = [] if rows is None else [(rows, "enabled", False)]
-        return off + [(each, "_disable_adapters", True) for each in modules]
+        return off + [(module, "_disable_adapters", True) for module in modules]
 
     def holds(self, name: str) -> bool:
         """True for names of the model's state dict that are weights of the adapter."""

@@ -43,7 +43,7 @@ def read_base(directory: Path) -> str:
             f"{directory}/{CONFIG}: base_model_name_or_path is empty; write the base model's directory there"
         )
     moved = (read_own_settings(directory) or {}).get(BASE)
-    paths = [Path(directory, each) for each in (base, moved) if isinstance(each, str)]
+    paths = [Path(directory, location) for location in (base, moved) if isinstance(location, str)]
     return next((str(path.resolve()) for path in paths if path.is_dir()), base)
 
 
@@ -77,7 +77,7 @@ def member_folder(number: int) -> str:
 
 def write_members(directory: Path, count: int) -> None:
     """Write the list of the members' folders, last of all files."""
-    write_json(directory / MEMBERS, {"members": [member_folder(number) for number in range(count)]})
+    write_json(directory / MEMBERS, {"members": [member_folder(index) for index in range(count)]})
 
 
 def read_members(directory: Path) -> list[Path] | None:
@@ -86,7 +86,7 @@ def read_members(directory: Path) -> list[Path] | None:
     if not path.is_file():
         return None
     names = read_json_object(path).get("members")
-    if not isinstance(names, list) or not names or names != [member_folder(number) for number in range(len(names))]:
+    if not isinstance(names, list) or not names or names != [member_folder(index) for index in range(len(names))]:
         raise UserError(
             f"{path}: members must list {member_folder(0)}, {member_folder(1)}, ...; copy the run's file again"
         )

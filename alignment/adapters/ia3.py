@@ -89,16 +89,18 @@ class IA3Kind(InjectedKind):
         tensors, options = extras_to_file(model, state)
         inputs = {name for name, layer in adapted.items() if layer.is_feedforward}
         layers = list(self.file_parts(model))
-        for each, heights in layers:
+        for file_layer, heights in layers:
             parts = [
                 state[f"{name}.ia3_l.{DEFAULT}"].cpu() if name in adapted else torch.ones(height, 1)
-                for name, height in zip(each.layers, heights, strict=True)
+                for name, height in zip(file_layer.layers, heights, strict=True)
             ]
-            tensors[f"{BEFORE}{each.file_name}.ia3_l"] = fuse_rows(parts, each.groups)
+            tensors[f"{BEFORE}{file_layer.file_name}.ia3_l"] = fuse_rows(parts, file_layer.groups)
         return tensors, IA3Config(
-            target_modules=sorted(each.file_name for each, _ in layers),
-            feedforward_modules=sorted(each.file_name for each, _ in layers if inputs & set(each.layers)),
-            fan_in_fan_out=any(each.transposed for each, _ in layers),
+            target_modules=sorted(file_layer.file_name for file_layer, _ in layers),
+            feedforward_modules=sorted(
+                file_layer.file_name for file_layer, _ in layers if inputs & set(file_layer.layers)
+            ),
+            fan_in_fan_out=any(file_layer.transposed for file_layer, _ in layers),
             **cast(Any, options),
         ).to_dict()
 
@@ -112,7 +114,7 @@ class IA3Kind(InjectedKind):
             )
         self.attach(model, spec)
         adapted = self.layers(model)
-        found = dict[str, Tensor | None]()
+        weights = dict[str, Tensor | None]()
         for layer, heights in self.file_parts(model):
             factors = tensors.pop(f"{BEFORE}{layer.file_name}.ia3_l", None)
             parts = [factors] * len(heights)
@@ -123,8 +125,8 @@ class IA3Kind(InjectedKind):
                     )
                 parts = cut_rows(factors, heights, layer.groups)
             pairs = zip(layer.layers, parts, strict=True)
-            found |= {f"{name}.ia3_l.{DEFAULT}": part for name, part in pairs if name in adapted}
-        return found | extras_from_file(model, tensors)
+            weights |= {f"{name}.ia3_l.{DEFAULT}": part for name, part in pairs if name in adapted}
+        return weights | extras_from_file(model, tensors)
 
 
 def _layers_of_peft(model: ExternalModel) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -145,18 +147,18 @@ def _layers_of_peft(model: ExternalModel) -> tuple[tuple[str, ...], tuple[str, .
 def _refuse_what_no_file_holds(model: nn.Module, inputs: list[str]) -> None:
     """Refuse factors on the inputs of a layer that a file fuses with others, and on experts."""
     for layer in file_layers(model):
-        found = [name for name in layer.layers if name in inputs]
-        if found and (len(layer.layers) > 1 or ".experts." in found[0]):
+        scaled_layers = [name for name in layer.layers if name in inputs]
+        if scaled_layers and (len(layer.layers) > 1 or ".experts." in scaled_layers[0]):
             raise UserError(
-                f"adapter.feedforward: a file cannot hold factors on the inputs of {found[0]} alone: {layer.file_name} "
-                "holds several layers or experts; name another layer, or use lora"
+                f"adapter.feedforward: a file cannot hold factors on the inputs of {scaled_layers[0]} alone: "
+                f"{layer.file_name} holds several layers or experts; name another layer, or use lora"
             )
 
 
 def _full_names(kinds: Mapping[str, bool]) -> IA3Spec:
     """Settings that name each layer in full, from the name of a layer -> True for factors on its inputs."""
     full = {
-        kind: "|".join(sorted(escaped(name) for name, own in kinds.items() if own == kind)) or NO_LAYER
+        kind: "|".join(sorted(escaped(name) for name, on_inputs in kinds.items() if on_inputs == kind)) or NO_LAYER
         for kind in (False, True)
     }
     return IA3Spec(layers=full[False], feedforward=full[True])
@@ -165,10 +167,10 @@ def _full_names(kinds: Mapping[str, bool]) -> IA3Spec:
 def _layers_of_file(tensors: State, in_file: list[FileLayer]) -> IA3Spec:
     """The settings with exactly the layers of a file that another program wrote."""
     kinds: dict[str, bool] = {}
-    for each in in_file:
-        factors = tensors.get(f"{BEFORE}{each.file_name}.ia3_l")
+    for layer in in_file:
+        factors = tensors.get(f"{BEFORE}{layer.file_name}.ia3_l")
         if factors is not None:
-            kinds |= dict.fromkeys(each.layers, factors.ndim == 2 and factors.shape[0] == 1)
+            kinds |= dict.fromkeys(layer.layers, factors.ndim == 2 and factors.shape[0] == 1)
     if not kinds:
         raise UserError(f"{WEIGHTS} has factors of none of the linear layers of its base model")
     return _full_names(kinds)

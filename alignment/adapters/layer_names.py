@@ -41,7 +41,7 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
 
         kinds = (nn.Linear, Conv1D)
     own_head = model.head if isinstance(model, ScalarModel | ExternalScalarModel) else None
-    found: dict[str, nn.Module] = {}
+    layers: dict[str, nn.Module] = {}
     inside: tuple[str, ...] = ()  # names within layers that have an adapter
     for name, module in model.named_modules():
         # Llama 4's and PhiMoE's routers derive from nn.Linear and return tuples.
@@ -51,8 +51,8 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
         if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
             inside += (f"{name}.",)
         if isinstance(module, kinds) or (isinstance(module, BaseTunerLayer) and hasattr(module, "in_features")):
-            found[name] = cast(nn.Module, module)
-    return found
+            layers[name] = cast(nn.Module, module)
+    return layers
 
 
 def layer_sizes(layer: nn.Module) -> tuple[int, int]:
@@ -77,14 +77,14 @@ def file_layers(model: nn.Module) -> list[FileLayer]:
         ]
     if not isinstance(model, NativeModel):
         return []
-    found: dict[str, FileLayer] = {}
+    by_name: dict[str, FileLayer] = {}
     for ours, location in hf_locations(model).items():
         layer, _, leaf = ours.rpartition(".")
         if leaf == "weight" and layer in linear:
             name = location.name.removesuffix(".weight")
-            earlier = found[name].layers if name in found else ()
-            found[name] = FileLayer(name, (*earlier, layer), location.groups, location.transposed)
-    return list(found.values())
+            earlier = by_name[name].layers if name in by_name else ()
+            by_name[name] = FileLayer(name, (*earlier, layer), location.groups, location.transposed)
+    return list(by_name.values())
 
 
 def matching_layers(model: nn.Module, wanted: Names, key: str = "layers") -> list[str]:
@@ -93,13 +93,13 @@ def matching_layers(model: nn.Module, wanted: Names, key: str = "layers") -> lis
     if isinstance(model, ExternalModel) and wanted in ("all-linear", EVERY_LINEAR):  # below the trunk
         prefix = model.inner.base_model_prefix
         trunk = f"{INNER}{prefix}." if hasattr(model.inner, prefix) else INNER
-        found = [name for name in names if name.startswith(trunk)]
+        layers = [name for name in names if name.startswith(trunk)]
     else:
-        found = matching(EVERY_LINEAR if wanted == "all-linear" else wanted, names, key)
-    if not found:
+        layers = matching(EVERY_LINEAR if wanted == "all-linear" else wanted, names, key)
+    if not layers:
         there = without_numbers([*names, *filter(None, names.values())])
         raise UserError(f"adapter.{key} {wanted!r} names no linear layer; there are: {', '.join(there)}")
-    return found
+    return layers
 
 
 def names_in_file(model: nn.Module) -> dict[str, str]:
@@ -109,8 +109,8 @@ def names_in_file(model: nn.Module) -> dict[str, str]:
 
 
 def matching(patterns: Names, names: Mapping[str, str], key: str) -> list[str]:
-    """Our names that a pattern, or one of a list, matches; a pattern that matches none is tried on the names of the file."""
-    found: set[str] = set()
+    """Our names that a pattern, or one of a list, matches; a pattern that matches none is tried on the file's names."""
+    matches: set[str] = set()
     start = "" if isinstance(patterns, str) else r"(?:^|\.)"
     for text in (patterns,) if isinstance(patterns, str) else patterns:
         pattern = rf"{start}(?:{text})$"
@@ -119,8 +119,8 @@ def matching(patterns: Names, names: Mapping[str, str], key: str) -> list[str]:
         if not ours:
             in_file = set(search_names(pattern, list(filter(None, names.values())), who))
             ours = {name for name, file_name in names.items() if file_name in in_file}
-        found |= ours
-    return [name for name in names if name in found]
+        matches |= ours
+    return [name for name in names if name in matches]
 
 
 def escaped(name: str) -> str:

@@ -66,7 +66,7 @@ def lora_layers(model: nn.Module) -> dict[str, "LoraLayer"]:
 
 @dataclass(frozen=True)
 class LowRankUpdate:
-    """The change of a linear layer's weight: scale * up @ down; with a magnitude, DoRA's length of each row of the sum."""
+    """A linear layer's change of weight: scale * up @ down; with magnitude, DoRA's length of each row of the sum."""
 
     down: Tensor  # A, [rank, inputs]
     up: Tensor  # B, [outputs, rank]
@@ -131,15 +131,15 @@ def _cast_unless_autocast(x: Tensor, dtype: torch.dtype) -> Tensor:
 def by_layer(model: nn.Module, wanted: list[str], pattern: Mapping[str, float], key: str) -> dict[str, float]:
     """The values of `rank_pattern` or `alpha_pattern` by our full names of the layers; an earlier line wins."""
     names = {name: in_file for name, in_file in names_in_file(model).items() if name in wanted} if pattern else {}
-    found: dict[str, float] = {}
+    values: dict[str, float] = {}
     for text, value in reversed(list(pattern.items())):
         layers = matching((text,), names, key)
         if not layers:
             raise UserError(
                 f"adapter.{key} {text!r} names none of the layers that have an update: {', '.join(wanted[:8])}"
             )
-        found |= dict.fromkeys(layers, value)
-    return found
+        values |= dict.fromkeys(layers, value)
+    return values
 
 
 def _check_dora(model: nn.Module, wanted: set[str]) -> None:
@@ -186,9 +186,9 @@ def _start_at_principal_vectors(layer: "LoraLayer", name: str) -> None:
         weight = weight + layer.scaling[START] * _matrix(layer.lora_B, START) @ _matrix(layer.lora_A, START)
     left, sizes, right = torch.linalg.svd(weight, full_matrices=False)
     root = (sizes[:rank] / scale).sqrt()
-    for each, sign in ((name, 1.0), (INITIAL, -1.0)):
-        _matrix(layer.lora_A, each).copy_(root[:, None] * right[:rank])
-        _matrix(layer.lora_B, each).copy_(sign * left[:, :rank] * root)
+    for adapter, sign in ((name, 1.0), (INITIAL, -1.0)):
+        _matrix(layer.lora_A, adapter).copy_(root[:, None] * right[:rank])
+        _matrix(layer.lora_B, adapter).copy_(sign * left[:, :rank] * root)
 
 
 def _matrix(layers: nn.ModuleDict, name: str) -> Tensor:
@@ -205,7 +205,10 @@ def can_stack(start: AdapterSpec, new: AdapterSpec) -> bool:
 
 @torch.no_grad()
 def keep_as_start(model: Model) -> Model:
-    """Freeze the model's LoRA and make room for a new one on it; return the model. Switching adapters off leaves it on."""
+    """Freeze the model's LoRA and make room for a new one on it; return the model.
+
+    Switching adapters off leaves the frozen one on.
+    """
     spec = spec_of(model, lora_updates(model, model.state_dict()))
     del model.peft_config  # peft would warn of several adapters; they are told apart by name in the layers
     with torch.random.fork_rng(devices=[]):  # its random start is overwritten: the new adapter's must not depend on it
@@ -228,19 +231,19 @@ def lora_updates(model: nn.Module, state: State) -> dict[str, LowRankUpdate]:
 
 
 def _update(name: str, layer: "LoraLayer", state: State) -> LowRankUpdate:
-    names = [each for each in (DEFAULT, START, INITIAL) if each in layer.lora_A]
-    downs = [state[f"{name}.lora_A.{each}.weight"].cpu() for each in names]
-    ups = [state[f"{name}.lora_B.{each}.weight"].cpu() for each in names]
+    names = [adapter for adapter in (DEFAULT, START, INITIAL) if adapter in layer.lora_A]
+    downs = [state[f"{name}.lora_A.{adapter}.weight"].cpu() for adapter in names]
+    ups = [state[f"{name}.lora_B.{adapter}.weight"].cpu() for adapter in names]
     scale = layer.scaling[names[0]]
     if len(names) == 1:
         magnitude = state.get(f"{name}.lora_magnitude_vector.{names[0]}.weight")
         return LowRankUpdate(downs[0], ups[0], scale, None if magnitude is None else magnitude.cpu())
-    ups = [up * (layer.scaling[each] / scale) for each, up in zip(names, ups, strict=True)]
+    ups = [up * (layer.scaling[adapter] / scale) for adapter, up in zip(names, ups, strict=True)]
     return LowRankUpdate(torch.cat(downs), torch.cat(ups, dim=1), scale)
 
 
 def spec_of(model: nn.Module, updates: Mapping[str, LowRankUpdate]) -> LoRASpec | DoRASpec:
-    """The settings of a model's LoRA, with the full name of every layer; of several LoRAs as one where there are more."""
+    """The settings of a model's LoRA, or of several LoRAs as one, with the full name of every layer."""
     layers = lora_layers(model)
     first = DEFAULT if any(DEFAULT in layer.lora_A for layer in layers.values()) else START
     one = next(layer for layer in layers.values() if first in layer.lora_A)
@@ -249,11 +252,11 @@ def spec_of(model: nn.Module, updates: Mapping[str, LowRankUpdate]) -> LoRASpec 
     ranks = {}
     alphas = {}
     for name, layer in layers.items():
-        each = first if first in layer.lora_A else next(iter(layer.lora_A))
+        adapter = first if first in layer.lora_A else next(iter(layer.lora_A))
         rank = len(updates[name].down)
-        if layer.use_rslora[each] == stabilized:
-            grown = rank / layer.r[each]
-            alpha = layer.lora_alpha[each] * (grown**0.5 if stabilized else grown)
+        if layer.use_rslora[adapter] == stabilized:
+            grown = rank / layer.r[adapter]
+            alpha = layer.lora_alpha[adapter] * (grown**0.5 if stabilized else grown)
         else:  # the start's alone, by the other rule
             alpha = updates[name].scale * (sqrt(rank) if stabilized else rank)
         ranks[name] = rank
@@ -265,8 +268,8 @@ def spec_of(model: nn.Module, updates: Mapping[str, LowRankUpdate]) -> LoRASpec 
         dropout=getattr(one.lora_dropout[first], "p", 0.0),
         layers="|".join(sorted(map(escaped, layers))),
         rank_stabilized=bool(stabilized),
-        rank_pattern={escaped(name): each for name, each in ranks.items() if each != rank},
-        alpha_pattern={escaped(name): each for name, each in alphas.items() if each != alpha},
+        rank_pattern={escaped(name): layer_rank for name, layer_rank in ranks.items() if layer_rank != rank},
+        alpha_pattern={escaped(name): layer_alpha for name, layer_alpha in alphas.items() if layer_alpha != alpha},
         token_rows=() if rows is None else tuple(rows.ids.tolist()),
         modules_to_save=tuple(sorted(wrappers(model))),
     )
@@ -306,8 +309,8 @@ class LoRAKind(InjectedKind):
         """All updates off but that of the adapter that the run started from."""
         stays = {id(layer) for layer in lora_layers(model).values() if START in layer.lora_A}
         return [
-            (each, "_active_adapter", [START]) if id(each) in stays else (each, name, value)
-            for each, name, value in super().changes_when_off(model)
+            (module, "_active_adapter", [START]) if id(module) in stays else (module, name, value)
+            for module, name, value in super().changes_when_off(model)
         ]
 
     def put_into(self, model: nn.Module, state: State, plain: State) -> None:
@@ -359,7 +362,7 @@ class LoRAKind(InjectedKind):
                 f"{directory}/{CONFIG}: trainable_token_indices names {len(rows)} tables, {', '.join(rows)}; only rows "
                 "of the token embedding, and of a head that is tied to it, are supported"
             )
-        own = {
+        settings = {
             "rank": config.get("r"),
             "alpha": config.get("lora_alpha"),
             "rank_pattern": config.get("rank_pattern") or {},
@@ -367,12 +370,15 @@ class LoRAKind(InjectedKind):
             "rank_stabilized": bool(config.get("use_rslora")),
             "token_rows": next(iter(rows.values())) if isinstance(rows, dict) else rows,
         }
-        return self.read_options(DoRASpec if config.get("use_dora") else LoRASpec, own, config, directory)
+        return self.read_options(DoRASpec if config.get("use_dora") else LoRASpec, settings, config, directory)
 
     def _unsupported(self, config: Mapping[str, object]) -> Iterator[str]:
         init = config.get("init_lora_weights", True)
         if init not in UNCHANGED_BASE:
-            yield f"init_lora_weights = {init!r} belongs to changed base weights; convert it to plain LoRA with peft first"
+            yield (
+                f"init_lora_weights = {init!r} belongs to changed base weights; convert it to plain LoRA with peft "
+                "first"
+            )
         yield from super()._unsupported({key: config[key] for key in config if key != "init_lora_weights"})
 
     def from_file(
@@ -387,10 +393,10 @@ class LoRAKind(InjectedKind):
         downs = [tensor for name, tensor in tensors.items() if "lora_A" in name and tensor.dim()]
         check_size(max([spec.rank, *spec.rank_pattern.values()]), downs)
         attach_lora(model, spec)
-        found: dict[str, Tensor | None] = {}
+        weights: dict[str, Tensor | None] = {}
         for layer, heights in self.file_parts(model):
-            found |= _cut(layer, lora_layers(model), tensors, heights, block_diagonal=ours)
-        return found | extras_from_file(model, tensors)
+            weights |= _cut(layer, lora_layers(model), tensors, heights, block_diagonal=ours)
+        return weights | extras_from_file(model, tensors)
 
 
 def _fused(parts: list[LowRankUpdate | None], heights: list[int], groups: int) -> LowRankUpdate:
@@ -421,7 +427,7 @@ def _cut(
     down = tensors.pop(f"{here}lora_A.weight", None)
     up = tensors.pop(f"{here}lora_B.weight", None)
     magnitudes = [tensors.pop(f"{here}lora_magnitude_vector{end}", None) for end in ("", ".weight")]
-    magnitude = next((each for each in magnitudes if each is not None), None)
+    magnitude = next((value for value in magnitudes if value is not None), None)
     for leaf, tensor in (("lora_B", up), ("lora_magnitude_vector", magnitude)):
         if tensor is not None and len(tensor) != sum(heights):
             raise UserError(
@@ -430,7 +436,7 @@ def _cut(
     none = [None] * len(heights)
     ups = none if up is None else cut_rows(up, heights, layer.groups)
     lengths = none if magnitude is None else cut_rows(magnitude, heights, layer.groups)
-    found: dict[str, Tensor | None] = {}
+    weights: dict[str, Tensor | None] = {}
     before = 0  # columns of lora_B that belong to earlier layers
     scale = 0.0
     for name, rows, length in zip(layer.layers, ups, lengths, strict=True):
@@ -439,14 +445,16 @@ def _cut(
         rank = adapted[name].r[DEFAULT]
         block = slice(before, before + rank) if block_diagonal else slice(None)
         before += rank
-        found[f"{name}.lora_A.{DEFAULT}.weight"] = None if down is None else down[block]
+        weights[f"{name}.lora_A.{DEFAULT}.weight"] = None if down is None else down[block]
         scale = scale or adapted[name].scaling[DEFAULT]  # of the file: that of the first layer
         factor = scale / adapted[name].scaling[DEFAULT] if block_diagonal else 1.0
-        own = None if rows is None else rows[:, block]
-        found[f"{name}.lora_B.{DEFAULT}.weight"] = own if own is None or factor == 1.0 else own * factor
+        layer_up = None if rows is None else rows[:, block]
+        weights[f"{name}.lora_B.{DEFAULT}.weight"] = (
+            layer_up if layer_up is None or factor == 1.0 else layer_up * factor
+        )
         if adapted[name].use_dora[DEFAULT]:
-            found[f"{name}.lora_magnitude_vector.{DEFAULT}.weight"] = length
-    return found
+            weights[f"{name}.lora_magnitude_vector.{DEFAULT}.weight"] = length
+    return weights
 
 
 def _with_layers_of_file(spec: LowRankSpec, tensors: State, in_file: list[FileLayer]) -> LowRankSpec:

@@ -21,7 +21,7 @@ Names = str | tuple[str, ...]  # a regular expression, or a list of names
 
 def _pattern_problem(names: Names | Mapping[str, float]) -> str:
     """The fault of regular expressions; '' without one."""
-    problems = (refusal(compile_pattern, each) for each in ([names] if isinstance(names, str) else names))
+    problems = (refusal(compile_pattern, name) for name in ([names] if isinstance(names, str) else names))
     return next(filter(None, problems), "")
 
 

@@ -1,4 +1,4 @@
-"""Best of n: the best of a policy's own responses by their rewards, written as rows to learn from. A stage, `best_of_n`.
+"""Best of n, the stage `best_of_n`: the best of a policy's own responses by their rewards, as rows to learn from.
 
 SFT on them is expert iteration (RAFT, ReST, STaR), which a recipe repeats: best_of_n, sft, best_of_n, sft. Nothing is
 trained here. The choice among the responses to a prompt is in rewards/selection.py.
@@ -179,7 +179,7 @@ class ScoredResponses(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The demonstrations among the responses to a prompt by their numbers, best first, and the best and the worst one."""
+    """The demonstrations among a prompt's responses by their numbers, best first, and the best and the worst one."""
 
     kept: list[int]
     pair: tuple[int, int] | None
@@ -309,7 +309,7 @@ def written_rows(
 
 
 def kept_columns(prompt: Example, kind: Kind) -> dict[str, object]:
-    """The prompt as it was written, and its row's further columns but those that a row of this kind would be read by."""
+    """The prompt as it was written, and its row's further columns but those that rows of this kind are read by."""
     read = {column for row_format in ROW_FORMATS[kind] for column in row_format.columns} | OTHER_COLUMNS
     if isinstance(prompt.prompt, str):
         read |= NOT_OF_TEXTS

@@ -122,7 +122,7 @@ def run(config: DistillConfig) -> Path:
 def sample_and_distill(
     state: DistillState, config: DistillConfig, prompts: Sequence[Example], step: int
 ) -> tuple[dict[str, float], Rollout]:
-    """One iteration: responses of the student, then updates that bring it nearer to the teacher at each of their tokens."""
+    """One iteration: the student's responses, then updates that bring it nearer the teacher at each of their tokens."""
     rollout = collect(state, config, prompts, step)
     metrics = sample_metrics(rollout, state)
     for of_scores in ("score", "unscored_share", "seconds_scoring"):
@@ -136,8 +136,8 @@ def update_student(state: DistillState, config: DistillConfig, rollout: Rollout,
     history = []
     columns = zip(rollout.numbers, rollout.prompts, rollout.responses, rollout.rows, strict=True)
     local = [
-        (number, Example.answered(prompt, [response], row.row_id, row.source))
-        for number, prompt, response, row in columns
+        (row_number, Example.answered(prompt, [response], row.row_id, row.source))
+        for row_number, prompt, response, row in columns
     ]
     everyone = (row for part in group.gather_objects(local) for row in part)
     rows = [example for _, example in sorted(everyone, key=lambda row: row[0])]

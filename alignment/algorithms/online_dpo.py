@@ -261,19 +261,23 @@ def make_pairs(
             pairs.append((rollout.numbers[chosen], pair))
             scores.append([float(rollout.scores[chosen]), float(rollout.scores[rejected])])
     sums = [len(tied), float(unjudged.sum()), len(pairs), *np.sum(scores or [[0.0, 0.0]], axis=0).tolist()]
-    prompts, failed, number, chosen, rejected = group.sum(torch.tensor(sums, dtype=torch.float64)).tolist()
+    prompts, failed, pair_count, chosen, rejected = group.sum(torch.tensor(sums, dtype=torch.float64)).tolist()
     if failed > (MOST_UNSCORED * prompts if ":" in config.judge else prompts - 1):  # rewards have bounds of their own
         raise UserError(
             f"judge: {'rewards' if config.rewards else config.judge} could not judge the responses to {failed:.0f} of "
             f"{prompts:.0f} prompts (None, or not a number), which are too many to learn from the others; check the "
             "judge"
         )
-    metrics = {"pairs": number, "score_ties": (prompts - failed - number) / prompts, "unjudged": failed / prompts}
-    if number:
+    metrics = {
+        "pairs": pair_count,
+        "score_ties": (prompts - failed - pair_count) / prompts,
+        "unjudged": failed / prompts,
+    }
+    if pair_count:
         metrics |= {
-            "chosen_score": chosen / number,
-            "rejected_score": rejected / number,
-            "score_margin": (chosen - rejected) / number,
+            "chosen_score": chosen / pair_count,
+            "rejected_score": rejected / pair_count,
+            "score_margin": (chosen - rejected) / pair_count,
         }
     everyone = sorted((pair for part in group.gather_objects(pairs) for pair in part), key=lambda pair: pair[0])
     return [pair for _, pair in everyone], metrics
@@ -359,9 +363,9 @@ def judged(
     verdicts = list(judge([prompts[i] for i in ones], [texts[i] for i in ones], [texts[i] for i in others]))
     wrong = [verdict for verdict in verdicts if verdict is not None and not 0 <= verdict <= 1]
     if len(verdicts) != len(shown) or wrong:
-        found = f"{len(verdicts)} verdicts on {len(shown)} comparisons" if not wrong else f"the verdict {wrong[0]!r}"
+        answer = f"{len(verdicts)} verdicts on {len(shown)} comparisons" if not wrong else f"the verdict {wrong[0]!r}"
         raise UserError(
-            f"judge: it gave {found}; for each comparison it must give 1, 0.5 or 0 for the response shown first, or "
+            f"judge: it gave {answer}; for each comparison it must give 1, 0.5 or 0 for the response shown first, or "
             "None"
         )
     return dict(zip(shown, verdicts, strict=True))

@@ -1,4 +1,4 @@
-"""Networks about to be trained: a policy or a value model is loaded, gets its reference, is saved; their memory is noted."""
+"""Networks about to be trained: a policy or value model is loaded, gets its reference, is saved; memory is noted."""
 
 import os
 import shutil
@@ -445,8 +445,8 @@ def note_memory(run: Run, roles: Sequence[Role]) -> None:
         if role.model is None:
             run.note(f"memory: {role.name}: {role.remark}, no weights of its own")
             continue
-        own = held[role.name]
-        others = [name for name, part in held.items() if name != role.name and own.keys() & part.keys()]
+        sizes = held[role.name]
+        others = [name for name, part in held.items() if name != role.name and sizes.keys() & part.keys()]
         sharing = f" (some shared with {' and '.join(others)})" if others else ""
         trains = "nothing of it trains"
         if role.engine is not None:
@@ -459,7 +459,7 @@ def note_memory(run: Run, roles: Sequence[Role]) -> None:
             trains = (
                 f"trains {count:,} numbers: {written(4 * count)} of gradients, {written(optimizer)} of optimizer state"
             )
-        run.note(f"memory: {role.name}: {written(sum(own.values()))} of weights{sharing}; {trains}")
+        run.note(f"memory: {role.name}: {written(sum(sizes.values()))} of weights{sharing}; {trains}")
     together = {key: size for part in held.values() for key, size in part.items()}
     run.note(
         f"memory: together {written(sum(together.values()))} of weights, {written(gradients)} of gradients, "

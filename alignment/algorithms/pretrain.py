@@ -432,17 +432,17 @@ def find_models(config: PretrainConfig, tokenizer: Tokenizer) -> tuple[Policy, A
     """The model to train, and the teacher or None."""
     task = task_of(config.objective)
     distillation = config.distillation
-    own = load_tokenizer(config.tokenizer or config.policy or "") if config.add_tokens else tokenizer
+    start_tokenizer = load_tokenizer(config.tokenizer or config.policy or "") if config.add_tokens else tokenizer
     if config.policy is None:
         settings = tokenizer_settings(tokenizer)
         if family_of(config.model or {}).architecture == "encoder-decoder":
             settings["decoder_start_token_id"] = tokenizer.pad_token_id  # T5's custom
         policy = Policy(build_model({**settings, **(config.model or {})}, task), tokenizer)
     elif distillation is not None and distillation.copy_layers:  # written to, and so read whole
-        policy = Policy(load_pretrained(find_directory(config.policy), task), own, source=config.policy)
+        policy = Policy(load_pretrained(find_directory(config.policy), task), start_tokenizer, source=config.policy)
     else:
         policy = load_pretraining_start(
-            config.policy, config.adapter, own, config.output, task=task, weights=config.weights
+            config.policy, config.adapter, start_tokenizer, config.output, task=task, weights=config.weights
         )
     if config.add_tokens:
         policy = with_new_tokens(policy, tokenizer, config.add_tokens)
@@ -475,10 +475,10 @@ def find_models(config: PretrainConfig, tokenizer: Tokenizer) -> tuple[Policy, A
 
 def check_kind(objective: Objective, model: Any) -> None:
     """Refuse a model that the objective cannot train, such as an encoder for causal language modeling."""
-    found = type(model).__name__
-    one_document = isinstance(objective, SpanCorruption | PrefixLM) and found == "LanguageModel"
-    if model.source == "native" and found != MODELS[objective.kind] and not one_document:
-        other = next(kind for kind, trained in MODELS.items() if trained == found)
+    class_name = type(model).__name__
+    one_document = isinstance(objective, SpanCorruption | PrefixLM) and class_name == "LanguageModel"
+    if model.source == "native" and class_name != MODELS[objective.kind] and not one_document:
+        other = next(kind for kind, trained in MODELS.items() if trained == class_name)
         raise UserError(
             f"objective.kind {objective.kind!r} does not fit model_type {model.config['model_type']!r}; "
             f"objective.kind: {other} would"
@@ -581,14 +581,14 @@ def sentence_pair_loss_fn(
 def distillation_loss_fn(
     student: LogitsModel, teacher: LogitsModel, config: DistillationConfig, sources: Sources = ONE_SOURCE
 ) -> LossFn:
-    """Loss function of distillation: the terms of `DistillationConfig`, summed over the batch's targets, no other loss."""
+    """Distillation loss function: the terms of `DistillationConfig`, summed over the batch's targets, no other loss."""
 
     def loss_fn(batch: Ragged | Seq2Seq) -> LossSum:
         with torch.no_grad():
             teacher_output = teacher(batch=batch, return_logits=True)
         output = student(batch=batch, return_logits=True)
         shared = min(output.logits.shape[-1], teacher_output.logits.shape[-1])  # what is beyond pads one of the two
-        both = (known_logits(each.logits, shared) for each in (output, teacher_output))
+        both = (known_logits(model_output.logits, shared) for model_output in (output, teacher_output))
         soft_each = distillation_loss(*both, temperature=config.temperature)
         soft = soft_each.sum()
         documents = batch.decoder if isinstance(batch, Seq2Seq) else batch

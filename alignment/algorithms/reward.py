@@ -217,17 +217,16 @@ def run(config: RewardConfig) -> Path:
         bootstrap = None
         if config.ensemble is not None and config.ensemble.bootstrap:
             bootstrap = partial(bootstrap_counts, seed=config.training.seed, members=config.ensemble.members)
+        model = reward_model.model
         loss_fn = objective_loss_fn(
             engine.model,
             config.loss,
             center_coef=config.center_coef,
             theta=config.theta,
             bootstrap=bootstrap,
-            is_encoder=isinstance(reward_model.model, DocumentClassifier),
+            is_encoder=isinstance(model, DocumentClassifier),
             sources=sources_of(config.data),
         )
-
-        model = reward_model.model
         networks = list(model.members) if isinstance(model, AdapterEnsemble) else [model]  # those that read a batch
         sharing = prompt_sharing(networks, wanted=config.training.share_prompts, note=run.note)
         collate = objective.collate_sharing(sharing)
@@ -240,7 +239,7 @@ def run(config: RewardConfig) -> Path:
             return save_reward_model(engine, reward_model, run.output, max_shard_size=size, extra_files=extra_files)
 
         fit(engine, stream, collate, loss_fn, training=config.training, run=run, held_out=held_out, save=save)
-        if reward_model.model.config.get("pad_token_id") is None:
+        if model.config.get("pad_token_id") is None:
             run.note(
                 "config.json has no padding token, so transformers scores no batch by this model; `alignment export` "
                 "gives an adapter's one; else add '<|pad|>' to the policy by its --add-special-token, and train again"
@@ -367,7 +366,7 @@ def counted_rows(batch: RaggedBatch) -> list[str]:
 
 
 def bootstrap_counts(row_ids: Sequence[str], seed: int, members: int) -> Tensor:
-    """Weights of each row for each member of an ensemble: Poisson(1) numbers, fixed by (seed, member, row id); [rows, k].
+    """Poisson(1) weights of each row for each member of an ensemble, fixed by (seed, member, row id); [rows, members].
 
     As many rows as there are, drawn with replacement, have such counts where rows are many. Nothing is drawn at run
     time, so batches, ranks and resumption change nothing.

@@ -1,4 +1,4 @@
-"""Reward models, decoders and encoders, one or an ensemble: they are loaded, measured on reference samples, and saved."""
+"""Reward models, decoders and encoders, one or an ensemble: loaded, measured on reference samples, and saved."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -142,10 +142,10 @@ def _save_ensemble(
     def write(folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
         states: list[dict[str, Tensor]] = [{} for _ in members]
         for name, tensor in tensors:
-            number = names[name]
-            states[number][name.removeprefix(f"members.{number}.")] = tensor
-        for number, (member, state) in enumerate(zip(members, states, strict=True)):
-            path = folder / member_folder(number)
+            index = names[name]
+            states[index][name.removeprefix(f"members.{index}.")] = tensor
+        for index, (member, state) in enumerate(zip(members, states, strict=True)):
+            path = folder / member_folder(index)
             save_adapter(member, path, base=policy.base, revision=policy.revision, state=state)
             write_quantization(member, path)
         extra_files(folder)
@@ -175,9 +175,9 @@ def reference_texts(config: NormalizeConfig, rows: Sequence[Example]) -> list[En
     Not every row of a long data set is read, and those that are lie evenly over it: it may be sorted.
     """
     wanted = min(len(rows), -(-config.samples // len(rows[0].documents)))
-    found = [rows[number * len(rows) // wanted] for number in range(wanted)]
+    sampled_rows = [rows[index * len(rows) // wanted] for index in range(wanted)]
     # An encoder's segments are the masks of its texts.
-    masked = [pair for row in found for pair in zip(row.documents, row.masks, strict=True)]
+    masked = [pair for row in sampled_rows for pair in zip(row.documents, row.masks, strict=True)]
     texts = [Encoded(ids, [int(second) for second in mask]) for ids, mask in masked]
     if len(texts) < 2:
         raise UserError(f"normalize: {len(texts)} reference sample(s); a deviation needs two")

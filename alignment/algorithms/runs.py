@@ -1,4 +1,4 @@
-"""The frame of a training run: its directory, its rows, their order. Networks are in policies.py, the loop in training."""
+"""Frame of a training run: its directory, its rows, their order. Networks are in policies.py, the loop in training."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -111,11 +111,11 @@ def open_run(
 def row_files(config: object) -> dict[str, list[Path]]:
     """The files of rows that a config names by directories and globs, by dotted key."""
     return {
-        f"{name}.{part}.{number}": files
+        f"{name}.{part}.{index}": files
         for name, data in vars(config).items()
         if isinstance(data, DataConfig)
         for part in ("train", "evaluation")
-        for number, source in enumerate(data.sources(part) if getattr(data, part) else [])
+        for index, source in enumerate(data.sources(part) if getattr(data, part) else [])
         if not Path(source.source).is_file() and (files := source_files(source.source, str(source.split)))
     }
 

@@ -62,10 +62,10 @@ class RewardSource:
         for spec in self.models.values():
             combine = spec.reward_combine
             source = spec.reward_model or ""
-            if combine != "mean" and (found := member_count(find_directory(source))) == 1:
+            if combine != "mean" and (members := member_count(find_directory(source))) == 1:
                 raise UserError(
                     f"{source}: reward_combine={combine} combines the members of an ensemble, and this reward model "
-                    f"has {found}; leave it out, or train one with `ensemble`"
+                    f"has {members}; leave it out, or train one with `ensemble`"
                 )
         return texts
 
@@ -102,7 +102,7 @@ class RewardSource:
         return [Role(f"{name} {key}" if self.rewards else name, judge.model) for key, judge in judges.items()]
 
     def check(self, prompts: Sequence[Example], reward_model: RewardModel, tokenizer: Tokenizer, name: str) -> None:
-        """Refuse prompts that a reward model cannot read, or that one with a tokenizer of its own would see otherwise."""
+        """Refuse prompts that a reward model cannot read, or that one with its own tokenizer would see otherwise."""
         longest = self.data.max_length
         if reward_model.shares_token_ids(tokenizer):
             return check_rows(reward_model.model, prompts, longest, self.max_new_tokens)

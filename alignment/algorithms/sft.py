@@ -214,11 +214,11 @@ def response_writer(
     """
     model = engine.backend.unwrapped
     tokenizer = policy.tokenizer
-    chosen = [examples[number] for number in range(min(config.prompts, len(examples)))]
+    chosen = [examples[index] for index in range(min(config.prompts, len(examples)))]
     prompts = [prompt_of(example) for example in chosen]
     start = start_token_of(policy.model)
     texts = [tokenizer.decode(ids, skip_special_tokens=False) for ids in prompts]
-    lengths = [(each.row_id, len(ids) if start is None else 1) for each, ids in zip(chosen, prompts, strict=True)]
+    lengths = [(row.row_id, len(ids) if start is None else 1) for row, ids in zip(chosen, prompts, strict=True)]
     check_lengths(model, lengths, "lower samples.max_new_tokens", config.max_new_tokens)
 
     def write(step: int) -> None:
@@ -230,10 +230,12 @@ def response_writer(
             if run.is_main:
                 stops = sorted(stop_token_ids(tokenizer))
                 known = known_tokens(tokenizer)
-                found = decode_responses(policy.model, prompts, sampling, stops, start_token=start, vocabulary=known)
+                responses = decode_responses(
+                    policy.model, prompts, sampling, stops, start_token=start, vocabulary=known
+                )
                 rows = [
                     {"prompt": prompt, "response": response_text(tokenizer, tokens, ended, start)}
-                    for prompt, tokens, ended in zip(texts, found.token_ids, found.ended, strict=True)
+                    for prompt, tokens, ended in zip(texts, responses.token_ids, responses.ended, strict=True)
                 ]
                 run.log_samples(step, rows)
 

@@ -63,7 +63,10 @@ def attention_maps(model: NativeModel | ExternalModel, ids: Sequence[int]) -> li
 def encoder_decoder_attention_maps(
     model: Seq2SeqModel | ExternalModel, source: Sequence[int], target: Sequence[int]
 ) -> EncoderDecoderMaps:
-    """Attention weights of an encoder-decoder that reads `source` and has written `target` (start token first), without dropout."""
+    """Attention weights, without dropout, of an encoder-decoder that reads `source` and has written `target`.
+
+    `target` begins with the start token.
+    """
     if isinstance(model, ExternalModel):
         output = _output_of(
             model, input_ids=torch.tensor([list(source)]), decoder_input_ids=torch.tensor([list(target)])
@@ -72,8 +75,8 @@ def encoder_decoder_attention_maps(
     pair = Seq2Seq(Ragged.build([source]), Ragged.build([target])).to(model.encoder.embed.weight.device)
     with evaluation_mode(model), recorded(model.encoder) as (read, _), recorded(model.decoder) as (written, on_source):
         model.states(pair)
-    own, cross = ([weights[..., -len(source) :] for weights in part] for part in (read, on_source))
-    return EncoderDecoderMaps([weights[:, -len(source) :] for weights in own], written, cross)
+    encoder, cross = ([weights[..., -len(source) :] for weights in part] for part in (read, on_source))
+    return EncoderDecoderMaps([weights[:, -len(source) :] for weights in encoder], written, cross)
 
 
 @contextmanager
@@ -87,14 +90,17 @@ def hooked(hooks: Iterable[RemovableHandle]) -> Iterator[None]:
 
 @contextmanager
 def recorded(trunk: nn.Module) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Within the block, one document through `trunk` leaves the weights of each layer here: on its own tokens, on an encoder's."""
+    """Yield two lists, to which one document through `trunk` in the block adds the weights of each layer.
+
+    The first holds its weights on its own tokens, the second those on an encoder's.
+    """
     own_maps, cross_maps = maps = list[Tensor](), list[Tensor]()
 
     def before(attention: nn.Module, inputs: tuple[Tensor, AttentionContext]) -> tuple[Tensor, AttentionContext]:
         x, context = inputs
         if isinstance(attention, DisentangledAttention | SparseAttention):  # it computes its own scores
-            own = attention.value(x).unflatten(-1, (attention.spec.heads, -1))
-            own_maps.append(_weights(partial(_mixed, attention, x, context), own))
+            value = attention.value(x).unflatten(-1, (attention.spec.heads, -1))
+            own_maps.append(_weights(partial(_mixed, attention, x, context), value))
             return x, context
         if isinstance(attention, CrossAttention):
             assert context.cross_attend is not None

@@ -71,11 +71,11 @@ def integrated_gradients(
         path = (baseline + (start + size * places)[:, None, None] * (inputs - baseline)).requires_grad_()
         along = value(path)
         [gradient] = torch.autograd.grad(along.sum(), path)
-        found = size * torch.einsum("s,ste,te->t", weights, gradient, inputs - baseline).cpu().double()
+        shares = size * torch.einsum("s,ste,te->t", weights, gradient, inputs - baseline).cpu().double()
         gradients += POINTS
-        if abs(found.sum().item() - (along[-1] - along[0]).item()) > allowed / HALVED and gradients < max_gradients:
+        if abs(shares.sum().item() - (along[-1] - along[0]).item()) > allowed / HALVED and gradients < max_gradients:
             pieces += [(start, size / 2), (start + size / 2, size / 2)]
         else:
-            values += found
+            values += shares
     residual = values.sum().item() - (last - first)
     return Attribution(values, first, last, residual, gradients, abs(residual) <= allowed)

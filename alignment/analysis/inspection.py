@@ -1,4 +1,4 @@
-"""`alignment inspect attention`: a model directory and some texts in, one page of attention maps out that fetches nothing.
+"""`alignment inspect attention`: a model directory and texts in, one page of attention maps out that fetches nothing.
 
 Every head is a grey picture of one pixel per weight; a click enlarges it between its tokens. The page's script is the
 one thing that may run in it, by its hash.
@@ -62,7 +62,7 @@ def write_attention(
     if start is None and targets:
         raise UserError(f"--target is for an encoder-decoder, and {model} has one side only; leave it out")
     decoded = [] if start is None else target_ids(loaded, tokenizer, documents, targets, start)
-    found = []
+    text_maps = []
     for i, source in enumerate(documents):
         read = shown(tokenizer, source)
         if start is None:
@@ -75,7 +75,7 @@ def write_attention(
                 ("Decoder: self-attention", written, written, maps.decoder),
                 ("Decoder on encoder: cross-attention", written, read, maps.cross),
             ]
-        found.append(
+        text_maps.append(
             [
                 {
                     "title": title,
@@ -94,7 +94,7 @@ def write_attention(
         TEMPLATES / "attention.html.jinja",
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         title=str(model),
-        texts=list(zip(texts, found, strict=True)),
+        texts=list(zip(texts, text_maps, strict=True)),
         script=script,
     )
 
@@ -116,9 +116,9 @@ def encoded(tokenizer: Tokenizer, texts: Sequence[str], option: str) -> list[lis
     if not documents:
         raise UserError(f"no {option}: give at least one text")
     raise_all(
-        f"{option} {number} ({text[:40]!r}): "
+        f"{option} {index} ({text[:40]!r}): "
         + ("no token" if not ids else f"{len(ids)} tokens, a page shows {LONGEST}")
-        for number, (text, ids) in enumerate(zip(texts, documents, strict=True), 1)
+        for index, (text, ids) in enumerate(zip(texts, documents, strict=True), 1)
         if not 0 < len(ids) <= LONGEST
     )
     return documents

@@ -29,7 +29,10 @@ from alignment.ragged import Ragged
 
 @torch.no_grad()
 def layer_states(model: Model, batch: Ragged) -> list[Tensor]:
-    """States of the batch's own tokens in each layer, L + 1 times [N, D], without dropout; of an encoder-decoder the encoder's."""
+    """States of the batch's own tokens in each layer, L + 1 times [N, D], without dropout.
+
+    Those of an encoder-decoder are its encoder's.
+    """
     assert isinstance(model, NativeModel | ExternalModel)
     with evaluation_mode(model):
         return _native_states(model, batch) if isinstance(model, NativeModel) else _external_states(model, batch)
@@ -89,7 +92,7 @@ def logit_lens(model: Model, ids: Sequence[int], top: int = 5) -> Lens:
     best = [layer.topk(min(top, layer.shape[-1])) for layer in layers]
     kl = torch.stack([(layers[-1].exp() * (layers[-1] - layer)).sum(-1) for layer in layers])
     check_numbers(kl.T, "token {}, from 0,".format, "the KL from the last layer to another one")
-    return Lens(torch.stack([each.indices for each in best]), torch.stack([each.values.exp() for each in best]), kl)
+    return Lens(torch.stack([topk.indices for topk in best]), torch.stack([topk.values.exp() for topk in best]), kl)
 
 
 def lens_logits(model: Model, ids: Sequence[int]) -> Iterator[Tensor]:
@@ -138,10 +141,10 @@ def write_lens(model: str, texts: Sequence[str], output: str | Path, *, top: int
     loaded = load_model(model)
     tokenizer = load_tokenizer(model)
     check_vocabulary(tokenizer, loaded.spec.vocabulary)
-    found = []
+    lenses = []
     for text, ids in zip(texts, encoded(tokenizer, texts, "--text"), strict=True):
         lens = logit_lens(loaded, ids, top)
-        found.append(
+        lenses.append(
             {
                 "text": text,
                 "tokens": shown(tokenizer, ids),
@@ -150,4 +153,4 @@ def write_lens(model: str, texts: Sequence[str], output: str | Path, *, top: int
                 "kl": lens.kl.tolist(),
             }
         )
-    return write_texts(output, "lens.html.jinja", model, found)
+    return write_texts(output, "lens.html.jinja", model, lenses)

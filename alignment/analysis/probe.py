@@ -46,7 +46,7 @@ class ProbeRows(NamedTuple):
 def prepare_parts(
     data: DataConfig, tokenizer: Tokenizer, *, words: bool = False, quiet: bool = False
 ) -> tuple[LabeledExamples, LabeledExamples]:
-    """Rows of the fit and rows to judge as token ids; unless `quiet`, counts are printed and rows in both are refused."""
+    """Rows of the fit and rows to judge, as token ids; unless `quiet`, print counts and refuse rows in both."""
     refuse_mixture(data)
     form = TaskFormat("token_classification" if words else "classification", max_length=data.max_length)
     fit = prepare_labeled(data, form, tokenizer)
@@ -75,7 +75,7 @@ def read_probe_rows(model: Model, part: LabeledExamples, pooling: Pooling | None
     device = next(model.parameters()).device
     lengths = [len(one.documents[0]) for one in examples]
     check_lengths(model, [(one.row_id, n) for one, n in zip(examples, lengths, strict=True)], "lower data.max_length")
-    found = []
+    group_states = []
     for group in fill_groups(range(len(examples)), lengths, BATCH_TOKENS):
         texts = [examples[i].encoded[0] for i in group]
         batch = Ragged.build([text.ids for text in texts], segments=[text.segments for text in texts]).to(device)
@@ -84,11 +84,11 @@ def read_probe_rows(model: Model, part: LabeledExamples, pooling: Pooling | None
             layer[labels != IGNORED] if pooling is None else pooled(layer, batch, pooling)
             for layer in layer_states(model, batch)
         ]
-        found.append([layer.float().cpu().numpy() for layer in states])
+        group_states.append([layer.float().cpu().numpy() for layer in states])
     inputs = {row.row_id: row.inputs[0] for row in part.rows}
     types = [_types_of(inputs[one.row_id], one.word_tokens) for one in examples]
-    numbers = [number for number, words in enumerate(types) for _ in words]
-    layers = [np.concatenate(layer) for layer in zip(*found, strict=True)]
+    numbers = [index for index, words in enumerate(types) for _ in words]
+    layers = [np.concatenate(layer) for layer in zip(*group_states, strict=True)]
     for layer in layers:
         check_numbers(torch.from_numpy(layer), lambda i: examples[numbers[i]].row_id, "the state of a layer")
     return ProbeRows(
@@ -120,7 +120,7 @@ def control_classes(types: Sequence[str], shares: np.ndarray) -> np.ndarray:
 def probe_outcomes(
     states: Sequence[np.ndarray], classes: Sequence[np.ndarray], *, count: int, ridge: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """1.0 for each row that a probe classifies rightly, else 0.0: of the fit, and held out; arguments likewise in pairs.
+    """1.0 for each row that a probe classifies rightly, else 0.0: of the fit and held out, in pairs like the arguments.
 
     The probe is the ridge classifier: least squares from states Z [N, D], standardized as those of the fit, to the
     indicators Y [N, count] of the classes; the class is that with the highest output.
@@ -132,13 +132,13 @@ def probe_outcomes(
     """
     mean = states[0].mean(0, np.float64)
     deviation = states[0].std(0, np.float64)
-    z, held_out = ((each - mean) / np.where(deviation > 0, deviation, 1.0) for each in states)
+    z, held_out = ((part - mean) / np.where(deviation > 0, deviation, 1.0) for part in states)
     indicators = np.eye(count)[classes[0]]
     bias = indicators.mean(0)
     covariance = z.T @ z / len(z) + ridge * np.eye(z.shape[1])
     weight = np.linalg.solve(covariance, z.T @ (indicators - bias) / len(z))
     fitted, right = (
-        (each @ weight + bias).argmax(1) == known for each, known in zip((z, held_out), classes, strict=True)
+        (part @ weight + bias).argmax(1) == known for part, known in zip((z, held_out), classes, strict=True)
     )
     return fitted.astype(float), right.astype(float)
 
@@ -146,7 +146,7 @@ def probe_outcomes(
 def probe_layers(
     fit: ProbeRows, judged: ProbeRows, *, count: int, ridge: float = 0.01
 ) -> tuple[list[LayerFigures], dict[str, float]]:
-    """The held-out accuracy of a probe on each layer, of one on its control task, and their difference, the selectivity.
+    """Held-out accuracy of a probe on each layer, of one on its control task, and their difference, the selectivity.
 
     Args:
         count: classes.
@@ -192,7 +192,7 @@ def write_probe(
     pooling: Pooling | None = None,
     ridge: float = 0.01,
 ) -> Path:
-    """Probe every layer of a model, write a page with the curves and the results beside it as JSON; return the page's path.
+    """Probe every layer of a model, write a page with the curves, and beside it the results as JSON; return its path.
 
     Args:
         model: directory or Hub name of a decoder, encoder or encoder-decoder (its encoder), or of an adapter.
@@ -249,11 +249,12 @@ def _section(layers: Sequence[LayerFigures], baselines: Mapping[str, float]) -> 
         "most frequent class": [baselines["majority"]] * len(layers),
     }
     curves = tuple(
-        Curve(name, range(len(layers)), tuple(found), color) for color, (name, found) in enumerate(rates.items())
+        Curve(name, range(len(layers)), tuple(layer_rates), color)
+        for color, (name, layer_rates) in enumerate(rates.items())
     )
     table = [
         {
-            "layer": str(number),
+            "layer": str(index),
             "accuracy": one["accuracy"],
             "control": one["control"],
             "selectivity": with_interval(
@@ -261,7 +262,7 @@ def _section(layers: Sequence[LayerFigures], baselines: Mapping[str, float]) -> 
             ),
             "accuracy on the fit": one["fit"]["rate"],
         }
-        for number, one in enumerate(layers)
+        for index, one in enumerate(layers)
     ]
     return Section(
         "layers",

@@ -1,4 +1,4 @@
-"""`alignment inspect saliency`: the share of each token of a text in a model's answer, by gradients and by leaving parts out.
+"""`alignment inspect saliency`: each text token's share in a model's answer, by gradients and by leaving parts out.
 
 The answer is one number: the log-probability of a continuation, of the next token or of a class, or a reward model's
 score. A page and a JSON file beside it are written.
@@ -71,7 +71,7 @@ class Explained:
         return batch.to(next(self.model.parameters()).device)
 
     def value_at(self, document: Encoded, vectors: Tensor) -> Tensor:
-        """The number of S copies of a document whose T tokens have these vectors, [S, T, E], whatever their ids, [S]."""
+        """The numbers [S] of S copies of a document whose T tokens have the vectors [S, T, E], whatever their ids."""
         give = partial(_with_vectors, vectors)
         with hooked(table.register_forward_hook(give) for table in token_tables(self.model)):
             return self.value(self.batch([document] * len(vectors)))
@@ -83,10 +83,10 @@ class Explained:
 
 
 def load_explained(source: str) -> Callable[[str | Messages, str | None], Explained]:
-    """The number that is explained of the model of a directory or Hub name, by its head, given a prompt and a target or None.
+    """A function of a prompt and a target or None: the explained number of the model of a directory or Hub name.
 
-    The target is a continuation (None: the most probable token), a reward model's response (None: the prompt is the
-    whole text) or a class (None: the most probable one).
+    The model's head decides which number that is. The target is a continuation (None: the most probable token), a
+    reward model's response (None: the prompt is the whole text) or a class (None: the most probable one).
     """
     checkpoint = Checkpoint(source)
     device = best_device()
@@ -156,13 +156,13 @@ def explained_class(model: Model, tokenizer: Tokenizer, text: str | Messages, la
     if label is None:
         batch = Ragged.build([encode(text).ids]).to(next(model.parameters()).device)
         label = names[int(batch_scores(model, batch).argmax())]
-    number = names.index(label)
+    index = names.index(label)
     return Explained(
         f"log-probability of class {label}, nats",
         model,
         tokenizer,
         encode,
-        lambda batch: batch_scores(model, batch).log_softmax(-1)[:, number],
+        lambda batch: batch_scores(model, batch).log_softmax(-1)[:, index],
     )
 
 
@@ -194,7 +194,7 @@ def _with_vectors(vectors: Tensor, table: nn.Module, ids: object, output: Tensor
 def explain_answer(
     explained: Explained, prompt: str | Messages, *, baseline: str = ZERO, unit: Unit = "word"
 ) -> dict[str, object]:
-    """Attributions of a model's answer to the tokens of a prompt, and the change by each part left out, as JSON has them.
+    """Attributions of a model's answer to a prompt's tokens, and the change by each part left out, as JSON has them.
 
     Special tokens and the target keep their embeddings and get no attribution, so that the others' sum is the
     difference between the answer to the prompt and to the prompt's tokens at the baseline.
@@ -226,29 +226,29 @@ def explain_answer(
         return [one if is_free else None for one, is_free in zip(values.tolist(), free, strict=True)]
 
     value_at = partial(explained.value_at, document)
-    found = integrated_gradients(value_at, inputs, start)
+    attribution = integrated_gradients(value_at, inputs, start)
     parts = without_each(prompt, unit)
     left = explained.values([other for _, other in parts if len(parts) > 1])
-    numbers = torch.tensor([[found.value, found.baseline_value, *found.values, *left]])
+    numbers = torch.tensor([[attribution.value, attribution.baseline_value, *attribution.values, *left]])
     check_numbers(numbers, lambda _: repr(prompt), f"the {explained.name}, or its share,")
     return {
         "prompt": prompt,
         "explained": explained.name,
-        "value": found.value,
+        "value": attribution.value,
         "tokens": shown(tokenizer, document.ids),
         "target_tokens": explained.target,
         "gradient_x_input": of_free(gradient_times_input(value_at, inputs)),
         "integrated_gradients": {
-            **found._asdict(),
-            "values": of_free(found.values),
+            **attribution._asdict(),
+            "values": of_free(attribution.values),
             "baseline": baseline,
-            "change": found.value - found.baseline_value,
+            "change": attribution.value - attribution.baseline_value,
         },
         "ablation": {
             "unit": unit,
             "parts": [part for part, _ in parts],
             "values": left,
-            "changes": [found.value - other for other in left],
+            "changes": [attribution.value - other for other in left],
         },
     }
 
@@ -293,9 +293,9 @@ def write_saliency(
         raise UserError(f"{len(prompts)} prompts and {len(targets)} --target; give one for all, one for each, or none")
     numbers_of(Path(output))
     explained_of = load_explained(model)
-    each = targets if len(targets) == len(prompts) else [*targets, None][:1] * len(prompts)
-    found = [
+    prompt_targets = targets if len(targets) == len(prompts) else [*targets, None][:1] * len(prompts)
+    explanations = [
         explain_answer(explained_of(prompt, target), prompt, baseline=baseline, unit=unit)
-        for prompt, target in zip(prompts, each, strict=True)
+        for prompt, target in zip(prompts, prompt_targets, strict=True)
     ]
-    return write_texts(output, "saliency.html.jinja", model, found)
+    return write_texts(output, "saliency.html.jinja", model, explanations)

@@ -64,7 +64,7 @@ def check_stage(stage: str, run: Callable[[StageConfig], Path], config: StageCon
         print("\n".join(describe_rows(rows, config)))
 
     with TemporaryDirectory() as folder, dry_run(show):
-        changes = {each.name: OFF[each.name] for each in fields(config) if each.name in OFF}
+        changes = {field.name: OFF[field.name] for field in fields(config) if field.name in OFF}
         with deferred_checks():  # what is off may go with what is not
             training = replace(config.training, trackers=[], again=False)
             elsewhere = replace(config, output=folder, training=training, **changes)
@@ -78,13 +78,13 @@ def describe_rows(rows: Sequence[object], config: StageConfig) -> Iterator[str]:
     counts_all = isinstance(config, SFTConfig) and config.loss_on == "all"
     yield f"first update: {len(rows)} rows, of which {min(SHOWN, len(rows))} are shown; {loss_remark(config)}"
     for row in rows[:SHOWN]:
-        each = row.row if isinstance(row, SeededRow) else row
-        if isinstance(each, TaskExample):
-            yield f"{each.row_id}, labels {each.labels}"
-            yield from (f"  {tokenizer.decode(ids)!r}" for ids in each.documents)
-        elif isinstance(each, Example):
-            whole = [[False] + [True] * (len(ids) - 1) for ids in each.documents]
-            yield show_example(replace(each, masks=whole) if counts_all else each, tokenizer)
+        example = row.row if isinstance(row, SeededRow) else row
+        if isinstance(example, TaskExample):
+            yield f"{example.row_id}, labels {example.labels}"
+            yield from (f"  {tokenizer.decode(ids)!r}" for ids in example.documents)
+        elif isinstance(example, Example):
+            whole = [[False] + [True] * (len(ids) - 1) for ids in example.documents]
+            yield show_example(replace(example, masks=whole) if counts_all else example, tokenizer)
 
 
 def loss_remark(config: StageConfig) -> str:

@@ -101,7 +101,7 @@ def export_model(
 
 
 def _target(output: str, sources: Sequence[Path]) -> Path:
-    """The directory to write, where it may be written and none of `sources` is it; of a link the one that it leads to."""
+    """The directory to write (of a link, the one it leads to), where it may be written and is none of `sources`."""
     target = Path(os.path.realpath(output))
     if target in [source.resolve() for source in sources]:
         raise UserError(f"{output}: the model is read from there; choose another directory for the result")
@@ -144,7 +144,7 @@ def _merge(base: Path, updates: Path, dtype: str, quantize: Quantization | None,
 
 
 def _write_scale_and_canaries(reward_model: RewardModel, source: Path, directory: Path) -> None:
-    """Give a written reward model the scale of its scores, and the canaries' scores in the type that it is written in."""
+    """Give a written reward model the scale of its scores, and the canaries' scores in the type it is written in."""
     read_calibration(source).write(directory)
     saved = read_canaries(source)
     if saved is not None:
@@ -157,14 +157,14 @@ def _types(
 ) -> dict[str, torch.dtype]:
     """The type to write each parameter in; `dtype` None: that of the base's file. A score head is float32."""
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]  # a tied head may get its own weight
-    found = dict.fromkeys(names, dtype or max_dtype(base))
+    types = dict.fromkeys(names, dtype or max_dtype(base))
     if not isinstance(model, NativeModel):
-        return found
+        return types
     if dtype is None:
         load = partial(load_scalar_model, new_head="zero") if scalar else load_language_model
         stored = load(base, None, "meta").named_parameters(remove_duplicate=False)
-        found = {name: parameter.dtype for name, parameter in stored}
-    return found | {name: torch.float32 for name in found if scalar and name.startswith("head.")}
+        types = {name: parameter.dtype for name, parameter in stored}
+    return types | {name: torch.float32 for name in types if scalar and name.startswith("head.")}
 
 
 def export_gguf(path: Path, output: Path, dtype: torch.dtype) -> Path:

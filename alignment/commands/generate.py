@@ -80,11 +80,14 @@ def generate_responses(
     if tokenizer.chat_template is not None and not loaded.config.get("is_encoder_decoder"):
         explanation = "prompts are read as they are, without the model's chat template (--raw)"
         if not raw:
-            inputs = [[{"role": "user", "content": each}] if isinstance(each, str) else each for each in written]
+            inputs = [
+                [{"role": "user", "content": user_prompt}] if isinstance(user_prompt, str) else user_prompt
+                for user_prompt in written
+            ]
             explanation = "each prompt goes through the model's chat template (--raw reads it as it is)"
     raise_all(
-        f"prompt {number}: is a list of messages, which only a chat template can read; leave --raw out"
-        for number, prompt in enumerate(inputs)
+        f"prompt {index}: is a list of messages, which only a chat template can read; leave --raw out"
+        for index, prompt in enumerate(inputs)
         if raw and not isinstance(prompt, str)
     )
     print(f"{explanation}; {stops}", file=sys.stderr)

@@ -152,7 +152,9 @@ def add_held_out(data: Mapping[Kind, DataSection]) -> str:
     The share is the smallest that leaves `HELD_OUT` in each, or else the largest that is tried.
     """
     hashes = [section.hashes for section in data.values()]
-    enough = (share for share in SHARES if min(held_out(each, share).sum() for each in hashes) >= HELD_OUT)
+    enough = (
+        share for share in SHARES if min(held_out(section_hashes, share).sum() for section_hashes in hashes) >= HELD_OUT
+    )
     share = next(enough, SHARES[-1])
     chosen = {kind: held_out(section.hashes, share) for kind, section in data.items()}
     if any(out.all() or not out.any() for out in chosen.values()):
@@ -205,12 +207,12 @@ def fitting_values(
     """
     for variant, trained in [*VARIANTS.items()][lora:]:
         packaged = read_yaml(find_packaged(f"{stage}/{variant}", "configs")).values
-        own = packaged["training"]
+        settings = packaged["training"]
         gpu = device.gpu
         training = {
-            "epochs": own.get("epochs", 1),
-            "batch_size": min(own["batch_size"], max(LEAST_ROWS, rows // LEAST_UPDATES)),
-            "micro_batch_tokens": own["micro_batch_tokens"],
+            "epochs": settings.get("epochs", 1),
+            "batch_size": min(settings["batch_size"], max(LEAST_ROWS, rows // LEAST_UPDATES)),
+            "micro_batch_tokens": settings["micro_batch_tokens"],
             "gradient_checkpointing": gpu,
             "precision": "bf16" if gpu or has_bfloat16() else "fp32",
         }

@@ -111,12 +111,12 @@ def fields_of(label: Label) -> JSON:
 
 
 def answers_of(label: Label) -> JSON:
-    """The answers by question: `preference` (response_1, response_2 or tie), or `rank_N`; `rating_N`, `flags_N`, `comment`."""
+    """Answers by question: `preference` (response_1, response_2, tie) or `rank_N`; `rating_N`, `flags_N`, `comment`."""
     places = [place + 1 for place in label.ranks] if len(label.ranks) > 2 else []
-    found: JSON = {"comment": label.comment, "preference": PREFERENCES.get(label.ranks)}
+    answers: JSON = {"comment": label.comment, "preference": PREFERENCES.get(label.ranks)}
     for name, values in {"rank": places, "rating": label.ratings, "flags": label.flags}.items():
-        found |= {f"{name}_{n}": value for n, value in enumerate(values, 1)}
-    return {name: value for name, value in found.items() if value}
+        answers |= {f"{name}_{n}": value for n, value in enumerate(values, 1)}
+    return {name: value for name, value in answers.items() if value}
 
 
 def argilla_record(group: Sequence[Label]) -> JSON:
@@ -153,8 +153,8 @@ def label_studio_task(group: Sequence[Label]) -> JSON:
 
 def label_studio_result(name: str, value: object) -> JSON:
     """An answer as a result of an annotation in Label Studio."""
-    question, _, number = name.partition("_")
+    question, _, suffix = name.partition("_")
     kind, key = KINDS[question]
-    target = f"response_{number}" if number else "prompt"
+    target = f"response_{suffix}" if suffix else "prompt"
     answer = {key: [value] if isinstance(value, str) else value}
     return {"id": name, "from_name": name, "to_name": target, "type": kind, "value": answer}

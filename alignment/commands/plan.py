@@ -57,13 +57,13 @@ def stage_of(source: str, file: Path) -> str:
             return name
     values = read_yaml(file).values
     keys = set(values) if isinstance(values, dict) else set()
-    found = [stage for stage in PLANNED if keys <= {each.name for each in fields(find_stage(stage)[0])}]
-    if len(found) != 1:
+    stages = [stage for stage in PLANNED if keys <= {field.name for field in fields(find_stage(stage)[0])}]
+    if len(stages) != 1:
         raise UserError(
             f"{source}: neither its name nor its keys tell which stage it configures; say so: --stage sft (or one of "
             f"{', '.join(PLANNED[1:])})"
         )
-    return found[0]
+    return stages[0]
 
 
 # As text
@@ -104,7 +104,9 @@ def _describe_memory(plan: Plan) -> Iterator[str]:
     else:
         yield _line(f"there on {plan.device.name}", plan.device.memory)
     if plan.device.gpu:
-        yield "computed, not measured: one micro-batch was run on tensors without memory; kernels' own is in the reserve"
+        yield (
+            "computed, not measured: one micro-batch was run on tensors without memory; kernels' own is in the reserve"
+        )
 
 
 def _line(name: str, *sizes: int) -> str:
@@ -121,10 +123,13 @@ def _describe_length(plan: Plan, mfu: float) -> Iterator[str]:
     rows = "rows: not known" if length.rows is None else f"{length.rows:,} rows"
     most = {"tokens": "", "characters": "about ", "max_length": "at most "}[length.counted]
     why = f" ({CHARACTERS} characters a token: the tokenizer is not here)" if length.counted == "characters" else ""
-    yield f"{rows}, {length.steps:,} updates of {plan.config.training.batch_size} rows, {most}{length.tokens:.4g} tokens{why}"
+    yield (
+        f"{rows}, {length.steps:,} updates of {plan.config.training.batch_size} rows, "
+        f"{most}{length.tokens:.4g} tokens{why}"
+    )
     yield f"{length.operations:.3g} operations (6 per trained weight and token, 4 per frozen one, 2 without gradients)"
     units = (("days", 86400), ("hours", 3600), ("minutes", 60), ("seconds", 1))
-    unit, size = next((each for each in units if seconds >= 2 * each[1]), units[-1])
+    unit, size = next((candidate for candidate in units if seconds >= 2 * candidate[1]), units[-1])
     about = sampling = ""
     if length.decoding_bytes:
         about = "about "

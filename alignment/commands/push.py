@@ -94,8 +94,8 @@ def _problems(model: Path) -> Iterator[str]:
 def _secrets(files: Iterable[Path]) -> Iterator[str]:
     """The places of what looks like a key or token of a service."""
     for path in files:
-        if found := TOKEN.search(_text(path)):
-            yield f"{path}: holds what looks like a token of a service ({found[0][:5]}...); take it out"
+        if match := TOKEN.search(_text(path)):
+            yield f"{path}: holds what looks like a token of a service ({match[0][:5]}...); take it out"
         for key, value in leaves(read_json_object(path)) if path.suffix == ".json" else ():
             if is_hidden(key) and isinstance(value, str) and VALUE.fullmatch(value):
                 yield f"{path}: {'.'.join(map(str, key))} looks like a secret; take it out"

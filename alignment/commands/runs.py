@@ -1,4 +1,4 @@
-"""The command `alignment runs`: the training runs below a folder, their state and last metrics, and which settings differ."""
+"""The command `alignment runs`: the training runs below a folder, their state, last metrics and differing settings."""
 
 import fcntl
 import json
@@ -48,12 +48,14 @@ class RunSummary:
 
 def read_runs(folder: Path) -> tuple[list[RunSummary], list[str]]:
     """The training runs in a folder and below it, by name, and the problems of damaged ones; UserError without any."""
-    found = sorted(path.parent for path in folder.rglob("lineage.json") if (path.parent / "config.yaml").is_file())
-    if not found:
+    directories = sorted(
+        path.parent for path in folder.rglob("lineage.json") if (path.parent / "config.yaml").is_file()
+    )
+    if not directories:
         raise UserError(f"{folder}: no training run lies in it or below it, which has config.yaml and lineage.json")
     runs = list[RunSummary]()
     problems = list[str]()
-    for directory in found:
+    for directory in directories:
         try:
             runs.append(read_summary(directory, folder))
         except UserError as error:
@@ -98,16 +100,16 @@ def is_locked(file: Path) -> bool:
 
 def setting_differences(runs: Sequence[RunSummary]) -> dict[str, dict[str, dict[str, object]]]:
     """Stage -> run -> the settings, `output` aside, in which the runs of that stage differ and which the run has."""
-    found = {}
+    differences = {}
     for stage in dict.fromkeys(run.stage for run in runs):
         same = {run.name: {**run.settings, "output": None} for run in runs if run.stage == stage}
         values = {dotted(key): dict(zip(same, of_runs, strict=True)) for key, of_runs in unequal(list(same.values()))}
         if values:
-            found[stage] = {
+            differences[stage] = {
                 name: {key: of_runs[name] for key, of_runs in values.items() if of_runs[name] is not None}
                 for name in same
             }
-    return found
+    return differences
 
 
 def unequal(values: Sequence[object], key: Key = ()) -> Iterator[tuple[Key, Sequence[object]]]:

@@ -1,4 +1,4 @@
-"""The command `alignment serve`: a model behind OpenAI's protocol, on the loopback interface unless `--allow-remote` is given."""
+"""The command `alignment serve`: a model behind OpenAI's protocol, on loopback unless `--allow-remote` is given."""
 
 import ipaddress
 import os
@@ -152,7 +152,7 @@ def is_loopback(host: str) -> bool:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens at an address; UserError where the port is in use or the address is none of this machine's."""
+    """A socket that listens at an address; UserError where the port is in use or the address is not this machine's."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family)

@@ -46,7 +46,8 @@ EXPECTED = {  # pydantic error type -> what the value must be
     "tuple_type": "must be a list",
 }
 
-KEYS_OF_OTHER_LIBRARIES = {  # key of trl, transformers, axolotl, LLaMA-Factory or OpenRLHF -> our key, and what differs; `|`: or
+# Key of trl, transformers, axolotl, LLaMA-Factory or OpenRLHF -> our key, and what differs; `|`: or.
+KEYS_OF_OTHER_LIBRARIES = {
     "actor_learning_rate": "optim.learning_rate", "advantage_estimator": "advantages",
     "apply_chat_template": "data.as_messages", "base_model": "policy", "beta": "kl_coef",
     "bf16": "training.precision=bf16", "buffer_size": "data.shuffle_buffer",
@@ -133,10 +134,10 @@ class _Located(NamedTuple):
 def explain_errors(cls: type, values: object, errors: "Sequence[ErrorDetails]") -> list[tuple[Key, str]]:
     """Each wrong key, and why, of what pydantic found in `values`."""
     by_key: dict[Key, list[_Located]] = {}
-    for each in _errors_of_matching_members([_locate(values, error) for error in errors]):
-        by_key.setdefault(each.key, []).append(each)
+    for failure in _errors_of_matching_members([_locate(values, error) for error in errors]):
+        by_key.setdefault(failure.key, []).append(failure)
     for key, group in by_key.items():  # a key that one member of a union knows is not unknown to the user
-        by_key[key] = [each for each in group if each.error["type"] != "unexpected_keyword_argument"] or group
+        by_key[key] = [failure for failure in group if failure.error["type"] != "unexpected_keyword_argument"] or group
     return [(key, _reason(cls, group)) for key, group in by_key.items()]
 
 
@@ -153,10 +154,10 @@ def fill_placeholder(cls: type, values: object, key: Key) -> Key | None:
         return None
     name = str(key[-1])
     section.pop(name, None)
-    for each in _sections(cls, key[:-1]):
-        for entry in dataclasses.fields(each):
+    for section_class in _sections(cls, key[:-1]):
+        for entry in dataclasses.fields(section_class):
             if entry.name == name and MISSING is entry.default is entry.default_factory:
-                section[name] = _value_of(get_type_hints(each)[name], name)
+                section[name] = _value_of(get_type_hints(section_class)[name], name)
     return key
 
 
@@ -192,26 +193,30 @@ def _errors_of_matching_members(located: Sequence[_Located]) -> list[_Located]:
     `lora` help. Likewise `[1, 2]` for `text or list of texts` is reported at its items, as a list.
     """
     wrong_kinds = [
-        each
-        for each in located
-        if each.members and each.key[-1:] == ("kind",) and each.error["type"] == "literal_error"
+        failure
+        for failure in located
+        if failure.members and failure.key[-1:] == ("kind",) and failure.error["type"] == "literal_error"
     ]
     others = {  # errors of a member whose `kind` is not the value's
-        id(each)
-        for each in located
+        id(failure)
+        for failure in located
         for wrong in wrong_kinds
-        if each.key[: len(wrong.key) - 1] == wrong.key[:-1] and each.members[: len(wrong.members)] == wrong.members
+        if failure.key[: len(wrong.key) - 1] == wrong.key[:-1]
+        and failure.members[: len(wrong.members)] == wrong.members
     }
-    matching = [each for each in located if id(each) not in others]
-    explained = {each.key[:depth] for each in matching if each.members for depth in range(len(each.key) + 1)}
-    deeper = {each.key[:depth] for each in matching for depth in range(len(each.key))}
-    kinds = [each for each in wrong_kinds if each.key[:-1] not in explained]  # no member matches: the kind is wrong
-    return [*kinds, *(each for each in matching if not (each.members and each.key in deeper))]
+    matching = [failure for failure in located if id(failure) not in others]
+    explained = {
+        failure.key[:depth] for failure in matching if failure.members for depth in range(len(failure.key) + 1)
+    }
+    deeper = {failure.key[:depth] for failure in matching for depth in range(len(failure.key))}
+    # No member matches: the kind is wrong.
+    kinds = [failure for failure in wrong_kinds if failure.key[:-1] not in explained]
+    return [*kinds, *(failure for failure in matching if not (failure.members and failure.key in deeper))]
 
 
 def _reason(cls: type, group: Sequence[_Located]) -> str:
     """Why one key is wrong, and the way out: what each member of a union expects, and the value it got."""
-    first, *others = dict.fromkeys(_expected(cls, each) for each in group)
+    first, *others = dict.fromkeys(_expected(cls, failure) for failure in group)
     text = " or ".join([first, *(other.removeprefix("must be ") for other in others)])
     key = group[0].key
     error = group[0].error
@@ -219,7 +224,7 @@ def _reason(cls: type, group: Sequence[_Located]) -> str:
         return text
     got = repr(error["input"]) if isinstance(error["input"], str) else json.dumps(without_secrets(error["input"]))
     shown = got if len(got) <= 80 else got[:77] + "..."
-    unquoted = is_number(error["input"]) and any(each.error["type"] == "string_type" for each in group)
+    unquoted = is_number(error["input"]) and any(failure.error["type"] == "string_type" for failure in group)
     sections = _sections(cls, key[:-1]) if error.get("ctx", {}).keys() & BOUNDS.keys() else []
     default = default_text(sections[0], str(key[-1])) if sections else ""
     is_kind = isinstance(error["input"], str) and has_key(cls, (*key, "kind"))
@@ -297,7 +302,7 @@ SMALLEST = 1e-30
 
 
 def load_config(cls: type[T], source: str, overrides: Sequence[str] = (), check: Check | None = None) -> T:
-    """A config from a file, with overrides applied; every problem at once, one line each: `file:line: key: why; way out`.
+    """A config from a file, with overrides applied; every problem at once, a line each: `file:line: key: why; way out`.
 
     `${configs}` in it is the folder of packaged configs, `${data}` that of real data.
 
@@ -354,9 +359,9 @@ def packaged_names(kind: str) -> dict[str, Path]:
 
 
 def config_that_writes(output: str, near: Path | None = None) -> Path | None:
-    """The config of the run with this `output`: one in the folder `near`, else a packaged one; None: no config has it."""
-    own = [] if near is None else sorted(near.glob("*.yaml"))
-    for path in [*own, *packaged_names("configs").values()]:
+    """The config of the run with this `output`: one in the folder `near`, else a packaged one; None: no such config."""
+    near_configs = [] if near is None else sorted(near.glob("*.yaml"))
+    for path in [*near_configs, *packaged_names("configs").values()]:
         values = read_yaml(path).values if path.parent.name not in ("evaluate", "launch") else None
         if isinstance(values, dict) and "data" in values and values.get("output") == output:
             return path
@@ -391,7 +396,9 @@ def build(cls: type[T], document: SourcedYaml, check: Check | None = None) -> T:
         config, wrong = _validate(cls, values)
     lines = [(key, why) for key, why in problems.items()]
     lines += [
-        (key, why) for key, why, read in broken_rules(config) if not any(_within(each, replaced) for each in read)
+        (key, why)
+        for key, why, read in broken_rules(config)
+        if not any(_within(read_key, replaced) for read_key in read)
     ]
     if check is not None and config is not None:
         lines += [(key, why) for key, why in check(config) if not _within(key, replaced)]

@@ -26,7 +26,9 @@ FIRST = {  # stage -> keys that matter first, beside the required ones
     "dpo": ("loss", "beta", "reference"),
     "online_dpo": ("reward_model", "rewards", "loss", "beta", "responses_per_prompt", "max_new_tokens"),
     "distill": ("likeliest", "responses_per_prompt", "max_new_tokens", "temperature"),
-    "ppo": ("reward_model", "rewards", "advantages", "responses_per_prompt", "max_new_tokens", "kl_coef", "pretrain_coef"),
+    "ppo": (
+        "reward_model", "rewards", "advantages", "responses_per_prompt", "max_new_tokens", "kl_coef", "pretrain_coef",
+    ),
     "finetune": ("task", "format"),
     "winrate": ("judge", "reward_model", "max_new_tokens", "temperature", "best_of"),
 }  # fmt: skip
@@ -68,9 +70,9 @@ def _keys(section: "JsonSchemaValue", definitions: "JsonSchemaValue") -> Iterato
         if default is not None or name in section.get("required", ()):
             yield ConfigKey(name, type_text(value, definitions), default, value.get("description", ""))
         kinds: dict[ConfigKey, list[str]] = {}  # of the sections that have a key
-        for suffix, each in inner:
-            for key in _keys(each, definitions):
-                kind = each["properties"].get("kind", {}).get("const")
+        for suffix, subsection in inner:
+            for key in _keys(subsection, definitions):
+                kind = subsection["properties"].get("kind", {}).get("const")
                 kinds.setdefault(key._replace(name=f"{suffix}.{key.name}"), []).extend([kind] if kind else [])
         for key, having in kinds.items():
             yield key._replace(name=f"{name}{{{','.join(having)}}}{key.name}" if having else name + key.name)
@@ -83,7 +85,7 @@ def _sections(value: "JsonSchemaValue", definitions: "JsonSchemaValue") -> "Iter
     for option in [*value.get("anyOf", ()), *value.get("oneOf", ())]:
         yield from _sections(option, definitions)
     if "items" in value:
-        yield from ((f"[]{suffix}", each) for suffix, each in _sections(value["items"], definitions))
+        yield from ((f"[]{suffix}", section) for suffix, section in _sections(value["items"], definitions))
 
 
 def type_text(value: "JsonSchemaValue", definitions: "JsonSchemaValue") -> str:

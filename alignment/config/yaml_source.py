@@ -1,4 +1,4 @@
-"""YAML with the file and line of every key, dotted overrides, and `${...}` references. What keys mean is not known here."""
+"""YAML with the file and line of every key, dotted overrides, and `${...}` references. It knows no key's meaning."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -129,21 +129,21 @@ class _Reader:
 
     def _mapping(self, node: yaml.MappingNode, key: Key, path: tuple[yaml.Node, ...]) -> dict[str, Any]:
         """A section; its own keys override those that `<<` merges into it."""
-        own: dict[str, Any] = {}
+        own_values: dict[str, Any] = {}
         merged: dict[str, Any] = {}
         for name_node, child in node.value:
             name = _restore_braces(str(name_node.value))
             location = f"{self.name}:{name_node.start_mark.line + 1}"
-            if name in own:
+            if name in own_values:
                 self.problems.append(f"{location}: {dotted((*key, name))}: is given twice; keep one")
             if name != "<<":
                 self.locations.setdefault((*key, name), location)
-                own[name] = self.convert(child, (*key, name), path)
+                own_values[name] = self.convert(child, (*key, name), path)
         for child in (child for name_node, child in node.value if name_node.value == "<<"):
-            found = self.convert(child, key, path)
-            for section in found if isinstance(found, list) else [found]:
+            value = self.convert(child, key, path)
+            for section in value if isinstance(value, list) else [value]:
                 merged = {**section, **merged} if isinstance(section, dict) else merged
-        return {**merged, **own}
+        return {**merged, **own_values}
 
 
 def _restore_braces(text: str) -> str:

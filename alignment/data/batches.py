@@ -1,4 +1,4 @@
-"""Examples, data rows as token sequences, and ragged micro-batches of limited size; records become examples in tokenize.py."""
+"""Examples (rows as token sequences), ragged micro-batches of limited size; records become examples in tokenize.py."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -33,8 +33,8 @@ class RowSequence(Sequence[Row]):
         """The row of an index from 0."""
 
     def __getitem__(self, index: int | slice) -> Any:
-        found = range(len(self))[index]
-        return [self.row_at(each) for each in found] if isinstance(found, range) else self.row_at(found)
+        selected = range(len(self))[index]
+        return [self.row_at(place) for place in selected] if isinstance(selected, range) else self.row_at(selected)
 
 
 class TokenizedRow(Protocol):
@@ -227,7 +227,7 @@ def collate_pairs(
 
 def _pairs(rows: Sequence[Example], share_prompts: Sharing) -> PairBatch:
     sides = [(row, side) for side in (0, 1) for row in rows]
-    together = [(number, len(rows) + number) for number in range(len(rows))]
+    together = [(index, len(rows) + index) for index in range(len(rows))]
     return PairBatch(_lay_out(sides, together, share_prompts), _margins(rows), _references(sides))
 
 
@@ -259,7 +259,7 @@ def collate_labeled(examples: Sequence[Example], micro_batch_tokens: int) -> lis
 
 def _labeled(rows: Sequence[Example]) -> UnpairedBatch:
     sides = [(row, 0) for row in rows]
-    together = [(number,) for number in range(len(rows))]
+    together = [(index,) for index in range(len(rows))]
     desirable = torch.tensor([row.values["desirable"] for row in rows])
     return UnpairedBatch(_lay_out(sides, together), desirable, _references(sides))
 
@@ -274,7 +274,7 @@ def _steps(rows: Sequence[Example]) -> StepBatch:
     starts = accumulate((len(row.ids) for row in rows), initial=0)
     ends = [start + end for start, row in zip(starts, rows, strict=False) for end in row.values["ends"]]
     labels = [label for row in rows for label in row.values["labels"]]
-    documents = [number for number, row in enumerate(rows) for _ in row.values["ends"]]
+    documents = [index for index, row in enumerate(rows) for _ in row.values["ends"]]
     ragged = replace(_lay_out([(row, 0) for row in rows]), weight=float(len(labels)))
     return StepBatch(ragged, torch.tensor(ends), torch.tensor(labels, dtype=torch.bool), torch.tensor(documents))
 
@@ -326,9 +326,9 @@ def _longest_first(rows: Sequence[Example], limit: int, share: Sharing = False) 
     A prompt that the documents of a row share counts once.
     """
     lengths = [[len(ids) for ids in row.documents] for row in rows]
-    sizes = [sum(each) for each in lengths]
-    for number, row in enumerate(rows if share is not False else ()):
-        if allowed(share, lengths[number]):
-            sizes[number] -= (len(row.documents) - 1) * common_prompt(row.documents, row.masks)
-    order = sorted(range(len(rows)), key=lambda number: -max(lengths[number]))
-    return [[rows[number] for number in group] for group in fill_groups(order, sizes, limit)]
+    sizes = [sum(row_lengths) for row_lengths in lengths]
+    for index, row in enumerate(rows if share is not False else ()):
+        if allowed(share, lengths[index]):
+            sizes[index] -= (len(row.documents) - 1) * common_prompt(row.documents, row.masks)
+    order = sorted(range(len(rows)), key=lambda index: -max(lengths[index]))
+    return [[rows[index] for index in group] for group in fill_groups(order, sizes, limit)]

@@ -60,7 +60,7 @@ ORIGIN = ("name_or_path", "is_local", "local_files_only")  # where a tokenizer c
 
 @dataclass(frozen=True)
 class Entry:
-    """One entry of the cache, whole and checked; `cached`: it was there already; `notes`: a damaged one was replaced."""
+    """A cache entry, whole and checked; `cached`: it was there already; `notes`: a damaged one was replaced."""
 
     directory: Path
     manifest: Mapping[str, Any]
@@ -122,11 +122,11 @@ def table_key(
 ) -> str:
     """The key of one source's prepared rows; `name` is that of the preparation."""
     settings = dataclasses.asdict(config)
-    own = dataclasses.asdict(source)
+    source_settings = dataclasses.asdict(source)
     parts = {
         "preparation": name,
         "rows": content_of(source),
-        "source": {key: value for key, value in own.items() if key not in WITHOUT_EFFECT_OF_A_SOURCE},
+        "source": {key: value for key, value in source_settings.items() if key not in WITHOUT_EFFECT_OF_A_SOURCE},
         "settings": {key: value for key, value in settings.items() if key not in WITHOUT_EFFECT},
         "max_rows": max_rows,
         "tokenizer": tokenizer_hash(tokenizer),
@@ -140,10 +140,10 @@ def content_of(source: SourceConfig) -> dict[str, str]:
     """Hashes of the files of a source by path; for a Hub data set, the fingerprint that `datasets` gives it."""
     if files := source_files(source.source, str(source.split)):
         return {str(file): sha256(file) for file in files}
-    found = hub_source(source.source, str(source.split))
-    if found is None:
+    hub_name = hub_source(source.source, str(source.split))
+    if hub_name is None:
         return {}  # no such file: reading it says so
-    dataset = load_hub(*found)
+    dataset = load_hub(*hub_name)
     return {"fingerprint": getattr(dataset, "_fingerprint", None) or hash_of([dict(row) for row in dataset])}
 
 
@@ -180,8 +180,8 @@ class Listed(NamedTuple):
 
 def list_entries(cache: Path, older_than: float = 0.0) -> list[Listed]:
     """The entries that were last used this many days ago or before, the one used last first."""
-    found = [_listed(path) for path in (cache / "entries").glob("[0-9a-f]" * 32)]
-    return sorted((entry for entry in found if entry.used >= older_than), key=lambda entry: entry.used)
+    entries = [_listed(path) for path in (cache / "entries").glob("[0-9a-f]" * 32)]
+    return sorted((entry for entry in entries if entry.used >= older_than), key=lambda entry: entry.used)
 
 
 def _listed(directory: Path) -> Listed:

@@ -161,8 +161,8 @@ def _repeats_itself(text: str) -> bool:
     """True where most lines of a text are one and the same, or a word stands many times in a row."""
     lines = [line for line in map(str.strip, text.split("\n")) if line]
     if len(lines) >= LEAST_LINES:
-        line, number = Counter(lines).most_common(1)[0]
-        if number >= LEAST_LINES and 2 * number > len(lines) and any(map(str.isalnum, line)):
+        line, count = Counter(lines).most_common(1)[0]
+        if count >= LEAST_LINES and 2 * count > len(lines) and any(map(str.isalnum, line)):
             return True
     return SAME_WORDS.search(text) is not None
 
@@ -336,15 +336,15 @@ class Checks:
             if self._draws(record.row_id):
                 self._add_texts(checked_row(record))
         if self.special is not None:
-            for row_id, own in groupby(examples, attrgetter("row_id")):  # pieces and turns apart are one row
+            for row_id, pieces in groupby(examples, attrgetter("row_id")):  # pieces and turns apart are one row
                 if self._draws(row_id):
-                    self._add_tokens(row_id, list(own))
+                    self._add_tokens(row_id, list(pieces))
 
     def merge(self, other: "Checks") -> None:
         """Add the findings of other rows of the same source."""
         self.rows += other.rows
-        for name, (number, first) in other.faults.items():
-            self._add_rows(name, number, first)
+        for name, (count, first) in other.faults.items():
+            self._add_rows(name, count, first)
         for name, seen in other.seen.items():
             self.seen[name].update(seen)
         self.sums.update(other.sums)
@@ -387,7 +387,7 @@ class Checks:
 
     def findings(self, counts: Tally, *, max_cut_share: float, max_length: int) -> list[Finding]:
         """All findings, errors first; `counts` are of the rows dropped and cut, the limits from the data config."""
-        found = [
+        findings = [
             *_lost(counts),
             *_cut(counts, self.kind, max_cut_share, max_length),
             *self._rows_with_faults(),
@@ -396,21 +396,24 @@ class Checks:
         ]
         if ids := counts.trained_on:
             text = f"{len(ids)} held-out rows have a prompt or text that is trained on too"
-            found.append(Finding("warning", f"{text} ({', '.join(ids[:SHOWN_IDS])})", "overlap"))
+            findings.append(Finding("warning", f"{text} ({', '.join(ids[:SHOWN_IDS])})", "overlap"))
         levels: Sequence[str] = ("error", "warning", "note")
-        return sorted(found, key=lambda finding: levels.index(finding.level))
+        return sorted(findings, key=lambda finding: levels.index(finding.level))
 
     def _rows_with_faults(self) -> Iterator[Finding]:
         for fault in (*FAULTS, *TOKEN_FAULTS):
-            number, first = self.faults.get(fault.name, (0, []))
-            untold = fault.untold and (self.rows < LEAST_ROWS or number <= fault.untold * self.rows)
-            if number > 0 and not untold:
-                level = fault.level if number > fault.share * self.rows else "note"
+            count, first = self.faults.get(fault.name, (0, []))
+            untold = fault.untold and (self.rows < LEAST_ROWS or count <= fault.untold * self.rows)
+            if count > 0 and not untold:
+                level = fault.level if count > fault.share * self.rows else "note"
                 about = "" if self.weight == 1 else "about "
-                yield Finding(level, f"{about}{number} rows {fault.says} ({', '.join(first)})", fault.name)
-        for name, (number, _) in self.faults.items():
+                yield Finding(level, f"{about}{count} rows {fault.says} ({', '.join(first)})", fault.name)
+        for name, (count, _) in self.faults.items():
             if name.startswith(LITERAL):
-                text = f"{number} rows hold {name.removeprefix(LITERAL)!r} in their text; it is read as text, not as a token"
+                text = (
+                    f"{count} rows hold {name.removeprefix(LITERAL)!r} in their text; "
+                    "it is read as text, not as a token"
+                )
                 yield Finding("warning", text, "control strings")
 
     def _similar_rows(self) -> Iterator[Finding]:
@@ -444,18 +447,18 @@ class Checks:
 
 
 def _lost(counts: Tally) -> Iterator[Finding]:
-    for reason, number in counts.dropped.items():
-        level = _level(number, counts.rows, EQUAL_SHARE) if reason in SKIPPED + LOST else "error"
+    for reason, count in counts.dropped.items():
+        level = _level(count, counts.rows, EQUAL_SHARE) if reason in SKIPPED + LOST else "error"
         verb = " dropped" if reason in LOST else ""
-        yield Finding(level, f"{number} rows{verb}: {reason} ({', '.join(counts.first[reason])})", reason)
+        yield Finding(level, f"{count} rows{verb}: {reason} ({', '.join(counts.first[reason])})", reason)
 
 
 def _cut(counts: Tally, kind: Kind, max_cut_share: float, max_length: int) -> Iterator[Finding]:
-    for what, number in counts.cut.items():
-        level = "note" if kind == "text" else _level(number, counts.rows, CUT_SHARE)
-        if what in (PROMPT_CUT, RESPONSE_CUT, STEPS_CUT) and number > max_cut_share * counts.kept:
+    for what, count in counts.cut.items():
+        level = "note" if kind == "text" else _level(count, counts.rows, CUT_SHARE)
+        if what in (PROMPT_CUT, RESPONSE_CUT, STEPS_CUT) and count > max_cut_share * counts.kept:
             level = "error"  # a run refuses so many
-        yield Finding(level, f"{number} of {counts.rows} rows at max_length {max_length}: {what}", what)
+        yield Finding(level, f"{count} of {counts.rows} rows at max_length {max_length}: {what}", what)
 
 
 def _level(number: int, rows: int, share: float) -> Level:

@@ -138,12 +138,16 @@ class DataConfig(Settings):
         ),
         Rule(
             "mixing",
-            lambda c: c.mixing == "weights" and _names(each for each in c.sources("train") if each.weight is None),
+            lambda c: (
+                c.mixing == "weights" and _names(source for source in c.sources("train") if source.weight is None)
+            ),
             "is weights, which needs a weight for every source of data.train; none for: {found}",
         ),
         Rule(
             "mixing",
-            lambda c: c.mixing != "weights" and _names(each for each in c.sources("train") if each.weight is not None),
+            lambda c: (
+                c.mixing != "weights" and _names(source for source in c.sources("train") if source.weight is not None)
+            ),
             "is {self.mixing}, which draws by no weights, and these sources have one: {found}; set "
             "data.mixing=weights, or take the weights out",
         ),
@@ -174,7 +178,9 @@ class DataConfig(Settings):
         ),
         Rule(
             "evaluation",
-            lambda c: c.evaluation_share is None and _names(each for each in c.sources("evaluation") if each.weight),
+            lambda c: (
+                c.evaluation_share is None and _names(source for source in c.sources("evaluation") if source.weight)
+            ),
             "has weights ({found}), but held-out rows are all read and count alike; weight belongs to data.train",
         ),
         Rule("evaluation", lambda c: c.evaluation_share is None and _trained_split(c)),
@@ -203,7 +209,7 @@ class DataConfig(Settings):
         ),
         Rule(
             "streaming",
-            lambda c: c.streaming and any(each.max_rows is not None for each in (c, *c.sources("train"))),
+            lambda c: c.streaming and any(section.max_rows is not None for section in (c, *c.sources("train"))),
             "never ends the reading of data, as max_rows does: training.max_steps says how many rows are trained on; "
             "leave max_rows out, or set data.streaming=false",
         ),
@@ -221,7 +227,7 @@ class DataConfig(Settings):
         return as_sources(self.evaluation or [], split=self.evaluation_split or self.split, columns=self.columns)
 
     def missing(self) -> Iterator[tuple[str, str]]:
-        """The key, `train` or `evaluation`, of each source that is not there, and why; Hub data sets are not looked for."""
+        """The key, `train` or `evaluation`, of each missing source, and why; Hub data sets are not looked for."""
         for part in ("train", "evaluation"):
             for source in self.sources(part) if getattr(self, part) else ():
                 try:
@@ -267,7 +273,7 @@ class DataConfig(Settings):
     @property
     def logs_sources(self) -> bool:
         """True where metrics are logged for each source: some part has several, or one is named in the config."""
-        named = any(isinstance(each, SourceConfig) and each.name for each in _listed(self.train, self.evaluation))
+        named = any(isinstance(source, SourceConfig) and source.name for source in _listed(self.train, self.evaluation))
         return named or any(len(self.sources(part)) > 1 for part in ("train", "evaluation"))
 
 
@@ -285,7 +291,7 @@ def as_sources(
         columns: of those that say none.
     """
     with deferred_checks():  # of the sections as they were written
-        sources = [each if isinstance(each, SourceConfig) else SourceConfig(str(each)) for each in _listed(named)]
+        sources = [entry if isinstance(entry, SourceConfig) else SourceConfig(str(entry)) for entry in _listed(named)]
         names = _default_names([source.source for source in sources])
         return [
             replace(
@@ -301,20 +307,20 @@ def as_sources(
 def _listed(*named: object) -> list[str | Path | SourceConfig]:
     """All that the arguments name, one or several each, in one list; None names nothing."""
     listed = []
-    for each in named:
-        several = isinstance(each, Sequence) and not isinstance(each, str)
-        listed += list(each) if several else [] if each is None else [each]  # pyright: ignore
+    for argument in named:
+        several = isinstance(argument, Sequence) and not isinstance(argument, str)
+        listed += list(argument) if several else [] if argument is None else [argument]  # pyright: ignore
     return listed
 
 
 def _default_names(sources: Sequence[str]) -> list[str]:
     """A short name for each source, its last part without the suffix; sources of the same name get numbers."""
     parts = [(hub_source(source, "") or [source.removesuffix(suffix_of(source))])[0].split("/") for source in sources]
-    stems = [[re.sub(r"[^\w.-]+", "_", part) for part in each if re.search(r"[^\W_]", part)] for each in parts]
-    names = [(each or ["source"])[-1] for each in stems]  # `*` of a glob names nothing
+    stems = [[re.sub(r"[^\w.-]+", "_", part) for part in path if re.search(r"[^\W_]", part)] for path in parts]
+    names = [(stem or ["source"])[-1] for stem in stems]  # `*` of a glob names nothing
     return [
-        f"{name}.{names[: number + 1].count(name)}" if names.count(name) > 1 else name
-        for number, name in enumerate(names)
+        f"{name}.{names[: index + 1].count(name)}" if names.count(name) > 1 else name
+        for index, name in enumerate(names)
     ]
 
 
@@ -332,10 +338,10 @@ def _trained_split(data: DataConfig) -> str:
     """A message where the split of a Hub data set is trained and evaluated on; '' where none is."""
     trained = {hub_source(source.source, str(source.split)) for source in data.sources("train")}
     for source in data.sources("evaluation"):
-        found = hub_source(source.source, str(source.split))
-        if found is not None and found in trained:
+        hub_name = hub_source(source.source, str(source.split))
+        if hub_name is not None and hub_name in trained:
             return (
-                f"reads {source.source} from the split '{found[-1]}', which is trained on; name the held-out one: "
-                f"data.evaluation_split=test, or data.evaluation={found[0]}[test]"
+                f"reads {source.source} from the split '{hub_name[-1]}', which is trained on; name the held-out one: "
+                f"data.evaluation_split=test, or data.evaluation={hub_name[0]}[test]"
             )
     return ""

@@ -36,8 +36,8 @@ class Report:
     def render(self) -> str:
         """The report as plain text."""
         verdict = "no errors" if self.ok else "errors found"
-        found = [f"  {finding.level}: {finding.text}" for finding in self.findings] or ["  nothing unusual"]
-        parts = [f"{self.source}: {self.kind}, {verdict}", *self.counts.lines(), "findings", *found]
+        findings = [f"  {finding.level}: {finding.text}" for finding in self.findings] or ["  nothing unusual"]
+        parts = [f"{self.source}: {self.kind}, {verdict}", *self.counts.lines(), "findings", *findings]
         if self.samples:
             parts += ["first rows  [counts] is trained on, the rest is context", *self.samples]
         return "\n".join(parts)
@@ -95,12 +95,12 @@ def check_file(
     if evaluation is not None:
         held_out, _ = read_rows(evaluation, kind, columns=columns, on_bad_row="skip")
         counts.trained_on = overlap(rows, held_out, prompt_key)
-    found = checks.findings(counts, max_cut_share=DataConfig.max_cut_share, max_length=max_length)
-    return Report(str(source), kind, counts, [*refused, *found], samples)
+    findings = checks.findings(counts, max_cut_share=DataConfig.max_cut_share, max_length=max_length)
+    return Report(str(source), kind, counts, [*refused, *findings], samples)
 
 
 def show_example(example: Example, tokenizer: Tokenizer) -> str:
-    """Tokens between bars, those that count in square brackets; ids and boundaries below; each response under its name."""
+    """Tokens between bars, counted ones in square brackets; ids and boundaries below; each response under its name."""
     values = example.values
     margin = example.values.get("margin")
     masks = example.masks

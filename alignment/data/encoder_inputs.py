@@ -136,7 +136,7 @@ def source_ids(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
 
 
 def encode_sources(tokenizer: Tokenizer, rows: Sequence[PromptedRow], counts: Tally | None = None) -> list[list[int]]:
-    """Ids of each prompt for the encoder: of texts those of `source_ids`; messages are rendered by the chat template first.
+    """Ids of each prompt for the encoder: of texts those of `source_ids`; the chat template first renders messages.
 
     Raises:
         UserError: prompts without a token; messages that the chat template refuses, or of a tokenizer without one.
@@ -144,18 +144,18 @@ def encode_sources(tokenizer: Tokenizer, rows: Sequence[PromptedRow], counts: Ta
     before, after = special_token_template(tokenizer).single
     texts = iter(source_ids(tokenizer, [row.prompt for row in rows if isinstance(row.prompt, str)]))
     chats = iter(encode_prompts(tokenizer, [row for row in rows if not isinstance(row.prompt, str)]))
-    found = list[list[int]]()
+    sources = list[list[int]]()
     for row in rows:
         if isinstance(row.prompt, str):
-            found.append(next(texts))
+            sources.append(next(texts))
             if counts is not None and tokenizer.chat_template is not None:
                 counts.note(PLAIN_PROMPT, row.row_id)
         else:
             ids = next(chats)
-            found.append([*before, *(ids[len(before) :] if ids[: len(before)] == before else ids), *after])
-    if empty := [row.row_id for row, ids in zip(rows, found, strict=True) if not ids]:
+            sources.append([*before, *(ids[len(before) :] if ids[: len(before)] == before else ids), *after])
+    if empty := [row.row_id for row, ids in zip(rows, sources, strict=True) if not ids]:
         raise refused_rows({NO_PROMPT: empty})
-    return found
+    return sources
 
 
 def encode_targets(

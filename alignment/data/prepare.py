@@ -79,7 +79,7 @@ class Preparation(NamedTuple):
 
 
 class Job(NamedTuple):
-    """Settings and parts that every chunk of a source needs; `checked`: one row in this many is checked, a power of 2."""
+    """Settings and parts that each chunk of a source needs; one row in `checked`, a power of 2, is checked."""
 
     preparation: Preparation
     parser: RecordParser
@@ -111,10 +111,10 @@ class Prepared:
     def manifest(self, config: DataConfig, source: str) -> dict[str, Any]:
         """Content of the manifest: name of the source, tally, findings of the data doctor."""
         tally = self.read.followed_by(self.tokenized)
-        found = list[Any]()
+        findings = list[Any]()
         if self.checks is not None:
-            found = self.checks.findings(tally, max_cut_share=config.max_cut_share, max_length=config.max_length)
-        return {"source": source, "tally": asdict(tally), "findings": list(map(asdict, found))}
+            findings = self.checks.findings(tally, max_cut_share=config.max_cut_share, max_length=config.max_length)
+        return {"source": source, "tally": asdict(tally), "findings": list(map(asdict, findings))}
 
 
 class _WrongRows(Exception):
@@ -173,10 +173,10 @@ def prepare_tables(preparation: Preparation, config: DataConfig, tokenizer: Toke
         left = rows_left(config.max_rows, read, source)
         if left is not None and left <= 0:
             break
-        own = with_chat_template(tokenizer, source.chat_template)
+        source_tokenizer = with_chat_template(tokenizer, source.chat_template)
         name = f"{preparation.kind}: {preparation.name}"
-        key = table_key(source, config, own, name=name, max_rows=left)
-        make = partial(_make, preparation, source, config, own, max_rows=left)
+        key = table_key(source, config, source_tokenizer, name=name, max_rows=left)
+        make = partial(_make, preparation, source, config, source_tokenizer, max_rows=left)
         try:
             entry = get_entry(cache_directory(config.cache), key, make)
             table = Table.open(entry.directory, entry.manifest, cached=entry.cached, notes=entry.notes)
@@ -184,9 +184,9 @@ def prepare_tables(preparation: Preparation, config: DataConfig, tokenizer: Toke
             tables.append(table.changed(source=names.index(str(source.name))))
             read += table.manifest["read"]
         except _WrongRows as error:
-            found: Prepared = error.args[0]
-            problems += found.problems
-            read += found.read.kept
+            prepared: Prepared = error.args[0]
+            problems += prepared.problems
+            read += prepared.read.kept
     raise_bad_rows(problems)
     return tables[0] if len(tables) == 1 else JoinedTables(tables)
 
@@ -207,21 +207,21 @@ def _make(
     job = Job(preparation, parser, source.columns or {}, config, tokenizer, 1 << (size // CHECKED_BYTES).bit_length())
     several = size >= LARGE_BYTES and sys.platform == "linux"  # a fork of a process with a window system may crash
     processes = config.processes or (len(os.sched_getaffinity(0)) if several else 1)
-    found = Prepared()
+    prepared = Prepared()
     writer = TableWriter(directory)
     for chunk in _prepared_chunks(job, chunks, max_rows, processes):
-        found.merge(chunk)
+        prepared.merge(chunk)
         if chunk.encoded is not None:
             writer.add(chunk.encoded)
-    if not found.read.kept and not found.problems:
-        raise UserError(f"{source.source}: no row can be used\n" + "\n".join(found.read.lines()[1:]))
-    if found.problems:
-        raise _WrongRows(found)
+    if not prepared.read.kept and not prepared.problems:
+        raise UserError(f"{source.source}: no row can be used\n" + "\n".join(prepared.read.lines()[1:]))
+    if prepared.problems:
+        raise _WrongRows(prepared)
     return {
         **writer.close(),
-        **found.manifest(config, source.source),
+        **prepared.manifest(config, source.source),
         "kind": preparation.name,
-        "read": found.read.kept,
+        "read": prepared.read.kept,
     }
 
 
@@ -239,15 +239,15 @@ def _prepared_chunks(job: Job, chunks: Iterator[Chunk], max_rows: int | None, pr
 
 
 def map_in_order(function: Callable[[Input], Result], inputs: Iterable[Input], processes: int) -> Iterator[Result]:
-    """`function` of each input, in order; of several processes, forks of this one, each takes the next when it is free."""
+    """`function` of each input, in order; each of several processes, forks of this one, takes the next when free."""
     if processes <= 1:
         yield from map(function, inputs)
         return
     flying: deque[Future[Any]] = deque()
     with ProcessPoolExecutor(processes, multiprocessing.get_context("fork"), start_worker, (function,)) as pool:
         try:
-            for each in inputs:
-                flying.append(pool.submit(_call, each))
+            for argument in inputs:
+                flying.append(pool.submit(_call, argument))
                 if len(flying) > AHEAD * processes:
                     yield flying.popleft().result()
             while flying:
@@ -341,11 +341,11 @@ def rows_of_part(
     hashes = np.array([text_hash(key(row)) for row in rows], np.uint64)
     chosen = held_out(hashes, config.evaluation_share or 0.0).tolist()
     sides = {side: [row for row, out in zip(rows, chosen, strict=True) if out == side] for side in (False, True)}
-    found = sides[part == "evaluation"]
-    _require_rows(found, config, part, len(rows))
+    part_rows = sides[part == "evaluation"]
+    _require_rows(part_rows, config, part, len(rows))
     if part == "evaluation":
-        return found, Tally(len(found), len(found))
-    return found, _without(counts, len(sides[True]), [row.row_id for row in sides[True][:SHOWN_IDS]])
+        return part_rows, Tally(len(part_rows), len(part_rows))
+    return part_rows, _without(counts, len(sides[True]), [row.row_id for row in sides[True][:SHOWN_IDS]])
 
 
 def _view(table: Table, share: float, part: Part) -> Table:

@@ -162,14 +162,14 @@ class MixtureStream(Stream[Row]):
         self.shares = shares
         self.epoch_length = draws
         tables = tables_of(rows)
-        self._sources = [Stream(table, 1, seed_of_source(seed, number)) for number, table in enumerate(tables)]
+        self._sources = [Stream(table, 1, seed_of_source(seed, index)) for index, table in enumerate(tables)]
         self._choices = SourceChoices(shares, seed)
 
     def row_of(self, position: int) -> tuple[int, int]:
         """Index into `rows` of the row at a position, and how often its source had been seen to the end before it."""
         source, draw = self._choices.at(position)
         index, epoch = self._sources[source].row_of(draw)
-        return sum(len(each.rows) for each in self._sources[:source]) + index, epoch
+        return sum(len(stream.rows) for stream in self._sources[:source]) + index, epoch
 
 
 def seed_of_source(seed: int, number: int) -> int:
@@ -194,7 +194,7 @@ def stream_of(
 
 
 def source_shares(config: DataConfig, stream: Stream[Any], steps: int) -> list[dict[str, Any]]:
-    """Name, source and rows of each source, its share of a run of `steps` updates, and how often each of its rows is seen."""
+    """Name, source and rows of each source, its share of `steps` updates, and how often each of its rows is seen."""
     tables = tables_of(stream.rows)
     total = len(stream.rows)
     draws = steps * stream.batch_size
@@ -216,5 +216,5 @@ def describe_mixture(config: DataConfig, stream: Stream[Any], steps: int) -> Ite
     if isinstance(stream, MixtureStream):
         draws = steps * stream.batch_size
         yield f"mixture by {config.mixing}: an epoch is {stream.epoch_length} draws, the run draws {draws}"
-        for each in source_shares(config, stream, steps):
-            yield "  {name}: {rows} rows, share {share:.4f}, about {epochs:.2g} epochs of its own".format(**each)
+        for source in source_shares(config, stream, steps):
+            yield "  {name}: {rows} rows, share {share:.4f}, about {epochs:.2g} epochs of its own".format(**source)

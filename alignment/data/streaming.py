@@ -114,35 +114,35 @@ class Reader:
     def answer(self) -> Share:
         """The share that was asked for."""
         try:
-            found = self._connection.recv()
+            reply = self._connection.recv()
         except (EOFError, OSError) as error:
             raise UserError(
                 "data.streaming: the process that reads the next rows was ended by the system, most likely for lack of "
                 "memory; the same command goes on from the newest checkpoint, and a smaller data.shuffle_buffer needs "
                 "less"
             ) from error
-        if isinstance(found, Exception):
-            raise found
-        return found
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
 
 
 def _serve(read: Callable[[StreamState], Share], connection: Connection, far_end: Connection) -> None:
     """Answer each state with its share, or with the error that it met, as long as there is someone to answer."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: locks and GPU memory are held by forks too
     far_end.close()
-    for each in (signal.SIGINT, signal.SIGTERM):  # they are for the run, which ends this process
-        signal.signal(each, signal.SIG_IGN)
+    for signal_number in (signal.SIGINT, signal.SIGTERM):  # they are for the run, which ends this process
+        signal.signal(signal_number, signal.SIG_IGN)
     start_worker(read)
     with suppress(EOFError, OSError):
         while True:
             state = connection.recv()
             try:
-                found = read(state)
+                reply = read(state)
             except UserError as error:
-                found = error
+                reply = error
             except Exception:  # of any type: it may be one that cannot be sent
-                found = RuntimeError(traceback.format_exc())
-            connection.send(found)
+                reply = RuntimeError(traceback.format_exc())
+            connection.send(reply)
 
 
 def _kill(process: multiprocessing.Process) -> None:
@@ -234,14 +234,14 @@ class Cursor:
         return self._window
 
     def _take_window(self) -> Window:
-        """The window of the present state, of which the process that reads ahead has this rank's share; it goes on to the next."""
+        """The window of the present state; the process reading ahead has this rank's share and goes on to the next."""
         reader = self._reader
         self._reader = None  # one that has failed is not asked again
         try:
-            own = self.read_share(self.state) if reader is None else reader.answer()
+            share = self.read_share(self.state) if reader is None else reader.answer()
         except UserError as error:
-            own = error  # of one rank, and raised on all
-        window = self._join(own)
+            share = error  # of one rank, and raised on all
+        window = self._join(share)
         if reader is None and window.end.epoch == self.state.epoch and sys.platform == "linux":
             self._open = None  # a fork would move on in the same open file
             reader = Reader(self.read_share)
@@ -274,8 +274,8 @@ class Cursor:
         chunks = list[tuple[Prepared, int]]()
         position = None
         end = StreamState(state.epoch + 1)
-        for number, rows in self._rows_from(state, order):
-            opened, job, source = self.files[order[number]]
+        for file_index, rows in self._rows_from(state, order):
+            opened, job, source = self.files[order[file_index]]
             while left and (chunk := tuple(islice(rows, min(CHUNK_ROWS, left)))):
                 if count % self.ranks.size == self.ranks.rank:
                     chunks.append((prepare_chunk(job, Chunk(rows=chunk)), source))
@@ -284,7 +284,7 @@ class Cursor:
                 count = count + 1
                 position = chunk[-1].end
             if not left:
-                end = StreamState(state.epoch, state.window + 1, number, position)
+                end = StreamState(state.epoch, state.window + 1, file_index, position)
                 self._open = (end, rows)
                 break
         return Share(name, count, end, chunks)
@@ -298,17 +298,17 @@ class Cursor:
             if head[:2] != heads[0][:2]:
                 raise UserError(f"{self.name}: ranks read other rows than each other; all must see the same files")
         assert isinstance(own, Share)
-        found = Prepared()
+        prepared = Prepared()
         parts = list[Table]()
         for turn in range(-(-own.total // self.ranks.size)):  # not all at once: they may pass through a GPU's memory
             for done, source in chain.from_iterable(self.ranks.gather(list(own.chunks[turn : turn + 1]))):
-                found.merge(done)
+                prepared.merge(done)
                 if done.encoded is not None:
                     parts.append(Table(done.encoded, {}, source=source))
-        raise_bad_rows(found.problems)
+        raise_bad_rows(prepared.problems)
         joined = JoinedTables(parts)
         drawn = permutation(len(joined), self.seed, WINDOW_SALT, self.state.epoch, self.state.window)
-        return Window(joined, drawn, own.end, found.manifest(self.config, own.name))
+        return Window(joined, drawn, own.end, prepared.manifest(self.config, own.name))
 
     def _rows_from(self, state: StreamState, order: np.ndarray) -> Iterator[tuple[int, Iterator[RawRow]]]:
         """The files from a state on: number in the order of the epoch, and the rows that are yet to be read."""
@@ -317,8 +317,8 @@ class Cursor:
         following = self._open
         rest = following[1] if following and (following[0].epoch, following[0].window) == start else None
         self._open = None
-        for number in range(state.file, len(order)):
-            yield number, rest or self.files[order[number]].opened.read(position)
+        for file_index in range(state.file, len(order)):
+            yield file_index, rest or self.files[order[file_index]].opened.read(position)
             rest = position = None
 
 
@@ -332,7 +332,7 @@ class StreamedRows(JoinedTables):
 
     def __init__(self, files: Sequence[Sequence[File]], config: DataConfig):
         few = replace(config, shuffle_buffer=min(FIRST_ROWS, config.shuffle_buffer))
-        super().__init__([Cursor(each, few, seed=None).read() for each in files])
+        super().__init__([Cursor(group, few, seed=None).read() for group in files])
         self.files = files
         self.config = config
         require_enough(self.tally, config, "train")
@@ -360,11 +360,13 @@ def open_stream(preparation: Preparation, config: DataConfig, tokenizer: Tokeniz
     files = []
     for source in config.require_sources("train"):
         opened = open_sources(source.source, str(source.split))
-        rows = islice((row for each in opened for row in each.read(None)), max(FIRST_ROWS, config.shuffle_buffer))
+        rows = islice(
+            (row for open_source in opened for row in open_source.read(None)), max(FIRST_ROWS, config.shuffle_buffer)
+        )
         parser, _ = choose_parser(source, preparation.kind, config, chunks_of(rows))
-        own = with_chat_template(tokenizer, source.chat_template)
-        job = Job(preparation, parser, source.columns or {}, config, own)
-        files.append([File(each, job, names.index(str(source.name))) for each in opened])
+        source_tokenizer = with_chat_template(tokenizer, source.chat_template)
+        job = Job(preparation, parser, source.columns or {}, config, source_tokenizer)
+        files.append([File(open_source, job, names.index(str(source.name))) for open_source in opened])
     rows = StreamedRows(files, config)
     counts = rows.tally
     for source in config.sources("train"):
@@ -407,11 +409,11 @@ class StreamedOrder(Generic[Row]):
             groups = rows.files
             names = [str(source.name) for source in config.sources("train")]
             self._choices = SourceChoices(mixing_shares(config, [1] * len(groups)).tolist(), seed)
-            seeds = [seed_of_source(seed, number) for number in range(len(groups))]
+            seeds = [seed_of_source(seed, index) for index in range(len(groups))]
         groups = [[file._replace(job=file.job._replace(checked=SELDOM)) for file in files] for files in groups]
         self._cursors = [
-            Cursor(files, config, own, ranks=ranks, name=name, check=check, note=note)
-            for files, own, name in zip(groups, seeds, names, strict=True)
+            Cursor(files, config, cursor_seed, ranks=ranks, name=name, check=check, note=note)
+            for files, cursor_seed, name in zip(groups, seeds, names, strict=True)
         ]
         self._last: tuple[int, list[tuple[Any, int]]] = (-1, [])  # the newest batch
         self._unread = self.state()
@@ -436,9 +438,12 @@ class StreamedOrder(Generic[Row]):
         if step < newest or (step == newest and not rows):  # after `restore` the newest batch has no rows yet
             self.restore(self._unread)
         while self._last[0] < step:
-            number = self._last[0] + 1
-            sources = [0 if self._choices is None else self._choices.at(each)[0] for each in self.positions_at(number)]
-            self._last = (number, [self._cursors[source].take() for source in sources])
+            next_step = self._last[0] + 1
+            sources = [
+                0 if self._choices is None else self._choices.at(position)[0]
+                for position in self.positions_at(next_step)
+            ]
+            self._last = (next_step, [self._cursors[source].take() for source in sources])
         return self._last[1]
 
     def state(self) -> OrderState:
@@ -454,6 +459,6 @@ class StreamedOrder(Generic[Row]):
                 "data.train: its files are not those of the checkpoint: names or sizes have changed, and a streamed "
                 "run goes on at a position in them; restore the files, or begin in another output directory"
             )
-        for cursor, each in zip(self._cursors, state["cursors"], strict=True):
-            cursor.restore(each)
+        for cursor, cursor_state in zip(self._cursors, state["cursors"], strict=True):
+            cursor.restore(cursor_state)
         self._last = (state["step"] - 1, [])

@@ -47,8 +47,8 @@ def runs_of(mask: Sequence[bool]) -> list[int]:
 def mask_of(runs: Sequence[int]) -> list[bool]:
     """The mask with these runs."""
     mask: list[bool] = []
-    for number, length in enumerate(runs):
-        mask += [number % 2 == 1] * length
+    for index, length in enumerate(runs):
+        mask += [index % 2 == 1] * length
     return mask
 
 
@@ -173,7 +173,7 @@ class Table(_Joinable):
 
     @classmethod
     def open(cls, directory: Path, manifest: Manifest, *, cached: bool = False, notes: Sequence[str] = ()) -> "Table":
-        """The table in a directory. Its files are mapped at once, so that they stay readable when the cache is cleared."""
+        """The table in a directory, its files mapped at once so that they stay readable when the cache is cleared."""
         maps = [_mapped(directory / name) for name in FILES]
         flat = EncodedExamples(
             *(np.frombuffer(data or b"", dtype) for data, dtype in zip(maps, FILES.values(), strict=True))
@@ -298,14 +298,14 @@ def longest_rows(rows: Sequence[Row], count: int) -> list[Row]:
 
 
 def check_findings(examples: Sequence[TokenizedRow], check: Literal["stop", "warn", "off"]) -> list[str]:
-    """Findings of the data doctor in prepared rows, a line each, without what the tally says; errors end a run (`stop`)."""
-    found = [
+    """The data doctor's findings in prepared rows, a line each, less those in the tally; errors end a run (`stop`)."""
+    findings = [
         (table.name, finding)
         for table in (getattr(examples, "tables", [examples]) if check != "off" else [])
         for finding in table.findings
         if finding["name"] not in {**table.tally.dropped, **table.tally.cut}
     ]
-    errors = [f"{name}: {finding['text']}" for name, finding in found if finding["level"] == "error"]
+    errors = [f"{name}: {finding['text']}" for name, finding in findings if finding["level"] == "error"]
     if errors and check == "stop":
         raise_all([*errors, "mend the rows, or set data.check=warn to train on them as they are"])
-    return [f"{finding['level']}: {finding['text']}" for _, finding in found]
+    return [f"{finding['level']}: {finding['text']}" for _, finding in findings]

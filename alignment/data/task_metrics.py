@@ -33,7 +33,7 @@ def class_metrics(labels: Sequence[int], predictions: Sequence[int], classes: in
 
 
 def matthews(table: Tensor) -> float:
-    """Correlation of labels (rows) and predictions, [C, C] float64, in [-1, 1]; 0 where either is always the same class.
+    """Correlation of labels (rows) and predictions, [C, C] float64, in [-1, 1]; 0 where either is always one class.
 
     r = (n correct - sum_k labeled_k predicted_k) / sqrt((n^2 - sum_k labeled_k^2) (n^2 - sum_k predicted_k^2))
 
@@ -50,13 +50,13 @@ def matthews(table: Tensor) -> float:
 
 
 def number_metrics(labels: Sequence[float], predictions: Sequence[float]) -> dict[str, float]:
-    """`pearson` and `spearman`, the correlations of numbers and of their ranks, in [-1, 1]; 0 where either is constant."""
+    """`pearson` and `spearman`, correlations of numbers and of their ranks, in [-1, 1]; 0 where either is constant."""
     from scipy.stats import pearsonr, spearmanr  # two seconds, which only this task needs
 
     if len(set(labels)) < 2 or len(set(predictions)) < 2:
         return {"pearson": 0.0, "spearman": 0.0}
-    found = (correlation(labels, predictions).statistic for correlation in (pearsonr, spearmanr))  # pyright: ignore
-    return dict(zip(("pearson", "spearman"), map(float, found), strict=True))
+    scores = (correlation(labels, predictions).statistic for correlation in (pearsonr, spearmanr))  # pyright: ignore
+    return dict(zip(("pearson", "spearman"), map(float, scores), strict=True))
 
 
 def rouge_l(answer: str, accepted: Sequence[str]) -> float:
@@ -70,11 +70,11 @@ def rouge_l(answer: str, accepted: Sequence[str]) -> float:
 
 
 def bleu_counts(answer: str, accepted: Sequence[str]) -> dict[str, float]:
-    """Counts of one answer for a corpus: n-grams that match and that there are, n = 1 to 4, and the lengths of both sides."""
+    """Counts of an answer for a corpus: matching n-grams and all n-grams, n = 1 to 4, and the lengths of both sides."""
     from sacrebleu.metrics.bleu import BLEU
 
-    found = BLEU(effective_order=True).sentence_score(answer, accepted)
-    return dict(zip(BLEU_COUNTS, [*found.counts, *found.totals, found.sys_len, found.ref_len], strict=True))
+    score = BLEU(effective_order=True).sentence_score(answer, accepted)
+    return dict(zip(BLEU_COUNTS, [*score.counts, *score.totals, score.sys_len, score.ref_len], strict=True))
 
 
 def bleu(counts: Sequence[int]) -> float:
@@ -102,22 +102,22 @@ def entities(tags: Sequence[str]) -> set[Entity]:
 
     Source: conlleval, the scorer of the CoNLL-2000 and 2003 tasks.
     """
-    found = set()
+    spans = set()
     start = 0
     for position, tag in enumerate([*tags, "O"]):
         before = tags[position - 1] if position else "O"
         continues = tag.startswith("I-") and before[2:] == tag[2:]
         if before != "O" and not continues:
-            found.add((before[2:], start, position))
+            spans.add((before[2:], start, position))
         if tag != "O" and not continues:
             start = position
-    return found
+    return spans
 
 
 def entity_metrics(labels: Sequence[Sequence[str]], predictions: Sequence[Sequence[str]]) -> dict[str, float]:
-    """`entity_precision`, `entity_recall`, `entity_f1` over all texts; an entity is correct if its kind and both ends are."""
+    """`entity_precision`, `entity_recall`, `entity_f1` over all texts; an entity is right if kind and both ends are."""
     pairs = [(entities(ours), entities(theirs)) for ours, theirs in zip(labels, predictions, strict=True)]
-    right = sum(len(gold & found) for gold, found in pairs)
+    right = sum(len(gold & predicted) for gold, predicted in pairs)
     wanted, given = (sum(len(pair[side]) for pair in pairs) for side in (0, 1))
     return {
         "entity_precision": right / max(1, given),

@@ -57,7 +57,7 @@ ANSWER_NOWHERE = "answer in no window as a whole: it is never seen"
 
 @dataclass(frozen=True)
 class TaskFormat:
-    """A task and the form of its inputs and answers, as in `FinetuneConfig`; config.json of a fine-tuned model keeps it.
+    """A task and the form of its inputs and answers, as in `FinetuneConfig`; a fine-tuned model's config.json keeps it.
 
     Attributes:
         format: "tokenizer": the tokenizer's own special tokens. "gpt1": start, text, extract, or start, text,
@@ -116,7 +116,7 @@ def read_labeled(
 
     def parse(values: Columns, row_id: str) -> list[LabeledRow]:
         rows = published(values)
-        names = [row_id] if len(rows) == 1 else [f"{row_id}[{number}]" for number in range(1, len(rows) + 1)]
+        names = [row_id] if len(rows) == 1 else [f"{row_id}[{index}]" for index in range(1, len(rows) + 1)]
         return [LabeledRow(*reader(row), name) for row, name in zip(rows, names, strict=True)]
 
     def read(each: SourceConfig, left: int | None) -> ParsedRows[LabeledRow]:
@@ -164,10 +164,10 @@ def _answer(answer: Columns, context: str) -> tuple[str, int]:
 
 def _choice(row: Columns) -> Values:
     choices = _texts(row, "choices")
-    number = number_field(row, "label")
-    if number is None or number != int(number) or not 0 <= number < len(choices):
+    label = number_field(row, "label")
+    if label is None or label != int(label) or not 0 <= label < len(choices):
         raise BadRow("label", "must be the number of a choice, from 0", f"{row.get('label')!r} of {len(choices)}")
-    return (text_field(row, "context"), choices), (int(number),)
+    return (text_field(row, "context"), choices), (int(label),)
 
 
 def _texts(row: Columns, key: str) -> list[str]:
@@ -184,9 +184,9 @@ def _label(value: object, key: str = "label") -> str:
 
 
 def _number(row: Columns) -> Values:
-    if (number := number_field(row, "label")) is None:
+    if (label := number_field(row, "label")) is None:
         raise BadRow("label", "must be a number", repr(row.get("label"))[:40])
-    return (text_field(row, "text"), text_field(row, "pair") if "pair" in row else None), (number,)
+    return (text_field(row, "text"), text_field(row, "pair") if "pair" in row else None), (label,)
 
 
 READERS: dict[str, Callable[[Columns], Values]] = {
@@ -218,7 +218,7 @@ def label_names(rows: Iterable[LabeledRow]) -> dict[int, str]:
 
 def label_ids(rows: Iterable[LabeledRow], names: Mapping[int, str]) -> dict[str, int]:
     """The id of each label name; held-out rows may have labels that `names` lacks, which are refused."""
-    ids = {name: number for number, name in names.items()}
+    ids = {name: label_id for label_id, name in names.items()}
     raise_all(
         f"{row.row_id}: label {', '.join(map(repr, unknown))} is unknown; known: {', '.join(ids)}"
         for row in rows
@@ -403,8 +403,8 @@ def first_tokens(words: Sequence[str], tokenized: TokenizedText) -> list[int | N
     """Index of each word's first token; None for a word without one. `tokenized` has the words joined by blanks."""
     text = " ".join(words)
     word_of: list[int | None] = []  # by character
-    for number, word in enumerate(words):
-        word_of += [number] * len(word) + [None]  # the blank after a word belongs to no word
+    for word_index, word in enumerate(words):
+        word_of += [word_index] * len(word) + [None]  # the blank after a word belongs to no word
     firsts: list[int | None] = [None] * len(words)
     for index, (start, stop) in enumerate(tokenized.offsets):
         inside = next((at for at in range(start, stop) if not text[at].isspace()), None)  # skip the token's own blank
@@ -427,7 +427,7 @@ def _encode_questions(
     counts = Tally(rows=len(rows))
     examples: list[TaskExample] = []
     encoded = tokenize_with_offsets(tokenizer, [text for row in rows for text in row.inputs])
-    for number, (row, question, context) in enumerate(zip(rows, encoded[::2], encoded[1::2], strict=True)):
+    for row_index, (row, question, context) in enumerate(zip(rows, encoded[::2], encoded[1::2], strict=True)):
         asked = question.ids[: form.max_question]
         if len(question.ids) > len(asked):
             counts.note_cut(QUESTION_CUT, row.row_id)
@@ -444,7 +444,7 @@ def _encode_questions(
             holds = answer is not None and first <= answer[0] and answer[1] < first + len(inside)
             labels = [token - first + before for token in answer] if answer is not None and holds else [0, 0]
             offsets = (*(None,) * before, *inside, *(None,) * after)
-            windows.append(TaskExample((text,), labels, row.row_id, offsets=offsets, question=number))
+            windows.append(TaskExample((text,), labels, row.row_id, offsets=offsets, question=row_index))
         examples += windows
         if row.labels and all(window.labels == [0, 0] for window in windows):
             counts.note_cut(ANSWER_NOWHERE, row.row_id)

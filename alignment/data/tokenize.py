@@ -32,7 +32,10 @@ from alignment.errors import UserError, list_problems
 PROMPT_CUT = "prompt longer than fits: its beginning cut off"
 RESPONSE_CUT = "response longer than fits: its end cut off, with the end token"
 TEXT_CUT = "text longer than max_length: cut into successive pieces"
-PLAIN_PROMPT = "the prompt is plain text, which never enters the model's chat template; data.as_messages=true makes it the user's message"
+PLAIN_PROMPT = (
+    "the prompt is plain text, which never enters the model's chat template; data.as_messages=true makes it the user's "
+    "message"
+)
 EMPTY = "response is nothing but the end token"
 EQUAL = "chosen and rejected are the same tokens"
 TIED_RANKING = "all responses of the ranking are tied; only a reward model with loss=rao_kupper learns from ties"
@@ -94,7 +97,7 @@ def tokenize_demonstrations(
     prompts, responses = sides or DECODER
     is_whole = [bool(row.messages) and not row.apart and sides is None for row in rows]
     turns = [[] if together else single_turns(row) for row, together in zip(rows, is_whole, strict=True)]
-    flat = [turn for each in turns for turn in each]
+    flat = [turn for row_turns in turns for turn in row_turns]
     heads = prompts(tokenizer, [row for row, _ in flat], counts)
     answered = zip(heads, responses(tokenizer, flat, counts), strict=True)
     dialogues = list(compress(rows, is_whole))
@@ -194,11 +197,11 @@ def after_one_prompt(prompt: list[int], responses: Sequence[EncodedChat]) -> tup
 
 
 def _distinct(responses: Sequence[list[int]], ranks: Sequence[int]) -> list[int]:
-    """Indices of the responses to keep: one of those that are equal and tie, none of those that are equal and do not."""
-    found: dict[tuple[int, ...], list[int]] = {}
+    """Indices of the responses to keep: one of equal ones that tie, none of equal ones that do not."""
+    indices_of: dict[tuple[int, ...], list[int]] = {}
     for index, ids in enumerate(responses):
-        found.setdefault(tuple(ids), []).append(index)
-    return [same[0] for same in found.values() if len({ranks[index] for index in same}) == 1]
+        indices_of.setdefault(tuple(ids), []).append(index)
+    return [same[0] for same in indices_of.values() if len({ranks[index] for index in same}) == 1]
 
 
 def tokenize_steps(rows: Sequence[Steps], tokenizer: Tokenizer, max_length: int) -> tuple[list[Example], Tally]:
@@ -315,7 +318,7 @@ DECODER = Sides(encode_prompts, _responses)
 
 
 def _accepted(rows: Sequence[PromptedRow], encoded: Sequence[Encoded | UserError], counts: Tally) -> list[Encoded]:
-    """The results, their notes counted; refusals are reported for all rows at once, the same refusal once with its rows."""
+    """The results, their notes counted; refusals are reported for all rows at once, equal ones once with their rows."""
     done = list[Encoded]()
     refused = dict[str, list[str]]()
     noted = list[tuple[str, str]]()
@@ -378,8 +381,8 @@ def truncate_longest(texts: Sequence[Sequence[Value]], budget: int) -> list[list
 
 def even_slices(length: int, most: int) -> list[slice]:
     """Successive slices of `length` tokens, as few as possible, each of at most `most` and all of about equal size."""
-    number = -(-length // most)
-    edges = [length * edge // number for edge in range(number + 1)]
+    count = -(-length // most)
+    edges = [length * edge // count for edge in range(count + 1)]
     return [slice(start, stop) for start, stop in pairwise(edges)]
 
 

@@ -1,4 +1,4 @@
-"""Agreement of judges and people on the same items: shares, Cohen's and Fleiss' kappa, Krippendorff's alpha, with intervals.
+"""Agreement of judges and people on the same items: shares, Cohen's and Fleiss' kappa, Krippendorff's alpha, intervals.
 
 Labels are the verdicts of winrate.py or the points of a Likert scale, None where a rater gave none. The intervals of
 shares are analytic (`win_rate`), those of coefficients percentiles of a bootstrap; both take items of one cluster, such
@@ -22,7 +22,10 @@ DRAWS = 1000  # of the bootstrap
 
 
 def agreement(first: Sequence[Verdict], second: Sequence[Verdict]) -> float:
-    """Share of items on which two judges agree, half where just one of them calls a tie; items that either failed on are left out."""
+    """Share of items on which two judges agree, half where just one of them calls a tie.
+
+    Items that either failed on are left out.
+    """
     pairs = [(a, b) for a, b in zip(first, second, strict=True) if a is not None and b is not None]
     if not pairs:
         raise_all(["agreement needs at least one item that both have judged, and there is none"])
@@ -37,7 +40,7 @@ def majority_label(votes: Sequence[Label]) -> Label:
 
 
 def vote_agreement(votes: Sequence[tuple[Label, Label]], clusters: Sequence[Hashable]) -> dict[str, Figures | None]:
-    """Share of pairs of votes that are equal: `with_ties`, a third answer, and `without_ties`, of pairs where neither is one.
+    """Share of pairs of votes that are equal: `with_ties`, a third answer, and `without_ties`, of pairs without ties.
 
     Args:
         votes: two votes on one item each; an item with several people makes as many pairs as there are.
@@ -49,12 +52,12 @@ def vote_agreement(votes: Sequence[tuple[Label, Label]], clusters: Sequence[Hash
     Source: Zheng et al. 2023, arXiv:2306.05685, table 5 (set-ups S1 and S2).
     """
     rows = list(zip(votes, clusters, strict=True))
-    found: dict[str, Figures | None] = {"with_ties": None, "without_ties": None}
+    figures: dict[str, Figures | None] = {"with_ties": None, "without_ties": None}
     for name, kept in (("with_ties", rows), ("without_ties", [row for row in rows if TIE not in row[0]])):
         if kept:
             rate = win_rate([float(a == b) for (a, b), _ in kept], clusters=[cluster for _, cluster in kept])
-            found[name] = {"rate": rate.rate, "low": rate.low, "high": rate.high, "n": rate.n, "agreed": rate.wins}
-    return found
+            figures[name] = {"rate": rate.rate, "low": rate.low, "high": rate.high, "n": rate.n, "agreed": rate.wins}
+    return figures
 
 
 def mean_figures(values: np.ndarray, clusters: Sequence[Hashable]) -> Figures:
@@ -127,7 +130,7 @@ def _coincidences(labels: Sequence[Sequence[Label]]) -> np.ndarray:
 
 
 def _chance_corrected(tables: np.ndarray, drawn: int, level: Level) -> np.ndarray:
-    """1 - observed / expected disagreement of tables [..., labels, labels]; `drawn` 1: labels expected without replacement."""
+    """1 - observed / expected disagreement of tables [..., labels, labels]; `drawn` 1: expected without replacement."""
     rows = tables.sum(-1)[..., :, None]
     columns = tables.sum(-2)[..., None, :]
     n = tables.sum((-2, -1))
@@ -147,14 +150,15 @@ def _with_interval(
     kept = [i for i, table in enumerate(tables) if table.any()]  # the others lack a label
     if not kept:
         return {"value": None, "low": None, "high": None, "n": 0}
-    number = cluster_numbers(kept if clusters is None else [clusters[i] for i in kept])
-    sums = np.array([np.bincount(number, cell) for cell in tables[kept].reshape(len(kept), -1).T])  # [cells, clusters]
+    cluster_of = cluster_numbers(kept if clusters is None else [clusters[i] for i in kept])
+    # [cells, clusters]
+    sums = np.array([np.bincount(cluster_of, cell) for cell in tables[kept].reshape(len(kept), -1).T])
     rng = np.random.default_rng(0)
     count = sums.shape[-1]
     draws = [sums @ np.bincount(rng.integers(count, size=count), minlength=count) for _ in range(DRAWS) if count > 1]
     with np.errstate(divide="ignore", invalid="ignore"):  # no disagreement is expected of a single label
         totals = np.array([tables.sum(0).ravel(), *draws]).reshape(-1, *tables.shape[1:])
         value, *spread = _chance_corrected(totals, drawn, level).tolist()
-    known = [each for each in spread if math.isfinite(each)]
+    known = [coefficient for coefficient in spread if math.isfinite(coefficient)]
     low, high = np.quantile(known, [0.025, 0.975]).tolist() if known else (None, None)
     return {"value": value if math.isfinite(value) else None, "low": low, "high": high, "n": len(kept)}

@@ -1,4 +1,4 @@
-"""Behavioral tests of classifiers, reward models and policies: failure rates by test and capability, with the worst examples.
+"""Behavioral tests of classifiers, reward models and policies: failure rates by test and capability, worst examples.
 
 Cases and their rules are in behavior_cases.py.
 """
@@ -132,7 +132,7 @@ class BehaviorConfig(Settings):
 
 
 def run(config: BehaviorConfig) -> Path:
-    """Run the tests and return `results.json`: for each test and capability the share of failed cases with its interval."""
+    """Run the tests and return `results.json`: the share of failed cases, with its interval, by test and capability."""
     from alignment.evaluation.report.recipe_report import print_table  # matplotlib, which --help does not need
 
     cases = read_cases(config.tests, config.expectations)
@@ -194,31 +194,31 @@ def failure_rates(judged: Sequence[Judged], key: str) -> dict[str, Row]:
     Cases that say nothing are in no rate. The interval is that of `win_rate`, cases with the same first text being one
     cluster: it is about other cases of the same tests, not about other tests of the same capability.
     """
-    found = dict[str, Row]()
+    rates = dict[str, Row]()
     for name in dict.fromkeys(getattr(case, key) for case, _ in judged):
-        own = [(case, result.failed) for case, result in judged if getattr(case, key) == name]
-        told = [(case.examples[0], float(failed)) for case, failed in own if failed is not None]
-        rate = win_rate([failed for _, failed in told], clusters=[text for text, _ in told]) if told else None
-        found[name] = {
+        outcomes = [(case, result.failed) for case, result in judged if getattr(case, key) == name]
+        decided = [(case.examples[0], float(failed)) for case, failed in outcomes if failed is not None]
+        rate = win_rate([failed for _, failed in decided], clusters=[text for text, _ in decided]) if decided else None
+        rates[name] = {
             key: name,
-            "capability": own[0][0].capability,
-            "type": ", ".join(sorted({case.type for case, _ in own})),
-            "cases": len(own),
-            "say_nothing": len(own) - len(told),
-            "failed": int(sum(failed for _, failed in told)),
+            "capability": outcomes[0][0].capability,
+            "type": ", ".join(sorted({case.type for case, _ in outcomes})),
+            "cases": len(outcomes),
+            "say_nothing": len(outcomes) - len(decided),
+            "failed": int(sum(failed for _, failed in decided)),
             "failure": rate and {"rate": rate.rate, "low": rate.low, "high": rate.high, "n": rate.n},
         }
-    return found
+    return rates
 
 
 def failed_cases(judged: Sequence[Judged], predictions: Mapping[Text, Prediction], count: int) -> list[Row]:
     """At most `count` failed cases of each test, the worst first: its worst text, of INV and DIR after the original."""
-    found = list[Row]()
+    rows = list[Row]()
     for case, result in sorted(judged, key=lambda each: (each[0].test, -each[1].excess)):
-        if result.failed and sum(row["test"] == case.test for row in found) < count:
+        if result.failed and sum(row["test"] == case.test for row in rows) < count:
             texts = [case.examples[i] for i in sorted({result.worst if case.type == "MFT" else 0, result.worst})]
             answers = [predictions[text] for text in texts]
-            found.append(
+            rows.append(
                 {
                     "test": case.test,
                     "text": " → ".join(map(str, texts)),
@@ -227,14 +227,14 @@ def failed_cases(judged: Sequence[Judged], predictions: Mapping[Text, Prediction
                     "excess": result.excess,
                 }
             )
-    return found
+    return rows
 
 
 # The labels
 
 
 def given_labels(config: BehaviorConfig) -> list[str]:
-    """The tests' labels of a classifier's classes in order, of answers or of responses; none where a model only scores."""
+    """The tests' labels of a classifier's classes in order, of answers or of responses; none if a model only scores."""
     if config.sampling:
         return [*config.patterns, "none"]
     if not config.classifier:
@@ -256,15 +256,17 @@ def label_predictions(names: Sequence[str], logits: torch.Tensor, neutral: Label
 
     Source: neutral: the notebook `Sentiment.ipynb` of Ribeiro et al. 2020.
     """
-    found = []
+    predictions = []
     for row in logits.double().softmax(-1).tolist():
-        values = {name: sum(p for own, p in zip(names, row, strict=True) if own == name) for name in names}
+        values = {
+            name: sum(p for class_name, p in zip(names, row, strict=True) if class_name == name) for name in names
+        }
         label = max(values, key=values.__getitem__)
         doubt = 1 - 3 * abs(row[-1] - 0.5)
         if neutral is not None and doubt > 0.5:
             label, values = str(neutral), {str(neutral): doubt, label: 1 - doubt}
-        found.append(Prediction(label, values))
-    return found
+        predictions.append(Prediction(label, values))
+    return predictions
 
 
 # The models
@@ -273,20 +275,20 @@ def label_predictions(names: Sequence[str], logits: torch.Tensor, neutral: Label
 def predict_texts(config: BehaviorConfig, texts: Sequence[Text]) -> list[Prediction]:
     """The model's prediction for each text."""
     names = given_labels(config)
-    own = config.weights
+    weights = config.weights
     source = config.classifier or config.reward_model or str(config.policy)
     if config.classifier:
         logits = classify(source, texts, max_length=config.max_length, dtype=config.weights.dtype)
     elif config.reward_model:
-        logits = load_reward_model(source, own.dtype, best_device(), quantize=own.quantize).score(texts)
+        logits = load_reward_model(source, weights.dtype, best_device(), quantize=weights.quantize).score(texts)
     else:
-        model = load_model(source, own.dtype, best_device(), quantize=own.quantize)
+        model = load_model(source, weights.dtype, best_device(), quantize=weights.quantize)
         scorer = LanguageScorer(model, load_tokenizer(source), config.as_messages)
         if config.sampling:
             return label_responses(config, scorer.responses([str(text) for text in texts], config.sampling))
         asked = [(str(text), answer) for text in texts for answer in config.answers]
         whole = [("", text) if isinstance(text, str) else text for text in texts]
-        logits = torch.tensor([found.log_prob for found in scorer.likelihoods(asked or whole)])
+        logits = torch.tensor([likelihood.log_prob for likelihood in scorer.likelihoods(asked or whole)])
     if names:
         return label_predictions(names, logits.view(len(texts), -1), config.neutral_label)
     return [Prediction(None, {"score": score}) for score in logits.tolist()]
@@ -294,7 +296,7 @@ def predict_texts(config: BehaviorConfig, texts: Sequence[Text]) -> list[Predict
 
 def class_names(config: HFConfig) -> list[str]:
     """Names of a classifier's classes, in order; where its config names none, transformers' LABEL_0, LABEL_1 ..."""
-    names = config.get("id2label") or {number: f"LABEL_{number}" for number in range(num_labels(config))}
+    names = config.get("id2label") or {index: f"LABEL_{index}" for index in range(num_labels(config))}
     return [str(names[key]) for key in sorted(names, key=int)]
 
 

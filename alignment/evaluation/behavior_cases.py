@@ -74,7 +74,7 @@ class BehaviorCase(Settings):
         ),
         Rule(
             "fill",
-            lambda c: np.prod([float(len(own)) for own in c.fill.values()]) > MAX_COMBINATIONS,
+            lambda c: np.prod([float(len(values)) for values in c.fill.values()]) > MAX_COMBINATIONS,
             f"must have at most {MAX_COMBINATIONS} combinations; shorten the lists",
         ),
     )
@@ -83,7 +83,7 @@ class BehaviorCase(Settings):
     def accepted(self) -> list[str]:
         """The labels that pass, of MFT."""
         labels = self.label if isinstance(self.label, list) else [self.label]
-        return [str(label) for each in labels for label in self.accept.get(str(each), [each])]
+        return [str(label) for expected in labels for label in self.accept.get(str(expected), [expected])]
 
 
 def read_cases(sources: Sequence[str], expectations: str | None = None) -> list[BehaviorCase]:

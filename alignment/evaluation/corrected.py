@@ -2,7 +2,7 @@
 
 Two corrections, with what each takes for granted:
 
-    prediction-powered   the labeled items are drawn at random from all: the labels alone give the rate, the judge narrows it
+    prediction-powered   labeled items are drawn at random from all: labels alone give the rate, the judge narrows it
     Rogan-Gladen         the judge errs alike on labeled and other items, however these were chosen or whoever wins them
 
 Neither replaces labels: see `label_worth`. Agreement of judge and people is in agreement.py.
@@ -72,7 +72,9 @@ def corrected_win_rate(
     variance = judge.var(ddof=1)
     covariance = float(((y - y.mean()) * (f - f.mean())).mean())
     weight = float(np.clip(covariance / variance / (1 + n / others), 0, 1)) if apart and variance > 0 else 0.0
-    (alone, wide), (powered, narrow) = (_powered(judge, people, each, cluster) for each in (0.0, weight))
+    (alone, wide), (powered, narrow) = (
+        _powered(judge, people, judge_weight, cluster) for judge_weight in (0.0, weight)
+    )
     spread = math.sqrt(float(y.var() * f.var()))
     return {
         "items": len(rows),
@@ -90,7 +92,7 @@ def corrected_win_rate(
 def corrected_by_people(
     labels: Path, prompts: Sequence[Prompt], ours: Sequence[str], theirs: Sequence[str], verdicts: Sequence[Verdict]
 ) -> Figures | None:
-    """`corrected_win_rate` of a judge's verdicts for our responses, with what people have said of some of them in a file.
+    """`corrected_win_rate` of a judge's verdicts for our responses, with what people said of some of them in a file.
 
     None where they have said something of fewer than five different prompts.
 
@@ -99,11 +101,11 @@ def corrected_by_people(
         verdicts: of the judge, both orders merged.
     """
     people = file_judge(labels)
-    found = [
+    item_votes = [
         list(people.of_people((prompt.row_id, a, b)).values())
         for prompt, a, b in zip(prompts, ours, theirs, strict=True)
     ]
-    means = [fmean(votes) if votes else None for votes in found]
+    means = [fmean(votes) if votes else None for votes in item_votes]
     names = [str(prompt.prompt) for prompt in prompts]
     if len({name for name, *pair in zip(names, means, verdicts, strict=True) if None not in pair}) < MIN_LABELS:
         return None

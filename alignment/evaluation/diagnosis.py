@@ -60,20 +60,23 @@ class Diagnosis:
 
 def diagnose(run: RunLog) -> list[Diagnosis]:
     """The symptoms of a run; a cause of others comes before them."""
-    found = {each.symptom: each for each in _overflow(run)}
+    diagnoses = {diagnosis.symptom: diagnosis for diagnosis in _overflow(run)}
     for symptom in symptoms_of(run.stage):
         seen: dict[str, Series] = {}
         for metrics, wrong in symptom.signs.items():
             logged = {name: run.series[name] for name in metrics.split() if name in run.series}
-            enough = all(len(each.values) >= symptom.enough for each in logged.values())
+            enough = all(len(series.values) >= symptom.enough for series in logged.values())
             if enough and len(logged) == len(metrics.split()) and wrong(run, *logged.values()):
                 seen |= logged
-        if seen and not set(symptom.unless) & found.keys():
-            evidence = "; ".join(f"{name} {each.describe()}" for name, each in seen.items())
-            steps = min(each.changing_step for each in seen.values()), max(each.steps[-1] for each in seen.values())
+        if seen and not set(symptom.unless) & diagnoses.keys():
+            evidence = "; ".join(f"{name} {series.describe()}" for name, series in seen.items())
+            steps = (
+                min(series.changing_step for series in seen.values()),
+                max(series.steps[-1] for series in seen.values()),
+            )
             settings = settings_to_try(run, symptom.advice)
-            found[symptom.name] = Diagnosis(symptom.name, evidence, symptom.cause, steps, settings)
-    return list(found.values())
+            diagnoses[symptom.name] = Diagnosis(symptom.name, evidence, symptom.cause, steps, settings)
+    return list(diagnoses.values())
 
 
 def symptoms_of(stage: str) -> list[Symptom]:
@@ -90,9 +93,9 @@ def is_judged(symptom: Symptom, run: RunLog) -> bool:
 
 def _overflow(run: RunLog) -> Iterator[Diagnosis]:
     """Metrics that are no finite numbers, which no series holds."""
-    steps = sorted(step for each in run.broken.values() for step in each)
+    steps = sorted(step for broken_steps in run.broken.values() for step in broken_steps)
     if steps:
-        names = sorted(name for name, each in run.broken.items() if each[0] == steps[0])
+        names = sorted(name for name, broken_steps in run.broken.items() if broken_steps[0] == steps[0])
         evidence = f"{', '.join(names)} from step {steps[0]} on; {len(steps)} values in all"
         yield Diagnosis(
             "not finite",
@@ -105,16 +108,16 @@ def _overflow(run: RunLog) -> Iterator[Diagnosis]:
 
 def settings_to_try(run: RunLog, advice: Sequence[Advice]) -> tuple[Advice, ...]:
     """The settings whose key the run's config has and whose value differs from the run's."""
-    found = []
-    for each in advice:
-        value = each.value
-        now = run.setting(each.key)
+    settings = []
+    for setting in advice:
+        value = setting.value
+        now = run.setting(setting.key)
         if isinstance(value, Times):
-            number = max(float(f"{run.number(each.key, 0) * value.factor:.3g}"), value.least)
-            value = int(number) if isinstance(now, int) else number
-        if run.has(each.key) and now != value:
-            found.append(replace(each, value=value, now=now))
-    return tuple(found)
+            new_value = max(float(f"{run.number(setting.key, 0) * value.factor:.3g}"), value.least)
+            value = int(new_value) if isinstance(now, int) else new_value
+        if run.has(setting.key) and now != value:
+            settings.append(replace(setting, value=value, now=now))
+    return tuple(settings)
 
 
 # Signs
@@ -186,7 +189,7 @@ def length_hacking(run: RunLog, score: Series, length: Series) -> bool:
     rows = [row for row in run.samples if isinstance(row.get("score"), (int, float)) and "response" in row]
     rows = rows[len(rows) // 2 :]
     values = [len(row["response"]) for row in rows], [float(row["score"]) for row in rows]
-    lengths, scores = (np.argsort(np.argsort(each)) for each in values)
+    lengths, scores = (np.argsort(np.argsort(column)) for column in values)
     correlated = len(rows) >= 16 and np.corrcoef(lengths, scores)[0, 1] >= 0.4  # ranks: 16 % of the variance
     return bool(correlated) or 0 < 0.8 * run.number("max_new_tokens", 0) < length.last
 
@@ -197,7 +200,7 @@ def unmoved(_: RunLog, *rewards: Series) -> bool:
     Noise is that of batches whose rewards differ, so that their mean alone stays where it was. By 0.01, beta times nats
     of a response, the odds of a pair change by 1 %.
     """
-    return all(max(abs(each.last - each.first), each.noise) < 0.01 for each in rewards)
+    return all(max(abs(reward.last - reward.first), reward.noise) < 0.01 for reward in rewards)
 
 
 # The table
@@ -230,8 +233,9 @@ SYMPTOMS = (  # a cause of others comes before them
     ),
     Symptom(
         "sampler mismatch", SAMPLED,
-        {  # rounding of a ratio of 1: a float32 sum of some thousand terms, or bfloat16's 8 bits of a log-probability near -10
-         "first_ratio_error": lambda run, errors: exceeds_rounding(run, errors, fp32=1e-4, bf16=0.05),
+        # rounding of a ratio of 1: a float32 sum of some thousand terms,
+        # or bfloat16's 8 bits of a log-probability near -10
+        {"first_ratio_error": lambda run, errors: exceeds_rounding(run, errors, fp32=1e-4, bf16=0.05),
          "sampling_error": sampling_differs,
          "importance_weight_mean": lambda _, weights: abs(weights.last - 1) > 0.2},  # 1 where both agree
         "Training computes other log-probabilities than the sampler drew from, so ratios and KL are of another policy: "
@@ -263,7 +267,8 @@ SYMPTOMS = (  # a cause of others comes before them
     ),
     Symptom(
         "critic lost", SAMPLED,
-        {"explained_variance value_loss": lambda _, explained, loss: np.median(explained.later(0.5)) < 0.05},  # a constant: 0
+        # a constant: 0
+        {"explained_variance value_loss": lambda _, explained, loss: np.median(explained.later(0.5)) < 0.05},
         "The values are no better than a constant, so the advantages carry the whole noise of the returns: the critic "
         "learns too slowly to follow the policy, or its steps overshoot where the variance is far below 0.",
         (Advice("value_optim.learning_rate", Times(3), "three times its step"),
@@ -335,7 +340,9 @@ SYMPTOMS = (  # a cause of others comes before them
     ),
     Symptom(
         "preferences not learned", PAIRS,
-        {"accuracy": lambda run, each: each.last < 0.55 and ((margin := run.series_of("margin")) is None or not margin.increases())},
+        {"accuracy":
+            lambda run, each: each.last < 0.55
+            and ((margin := run.series_of("margin")) is None or not margin.increases())},
         "The labels contradict each other or are swapped, the part in which two responses differ is cut off, or the "
         "steps are too small. `alignment data check` shows tokens and what is cut.",
         (FIVE_TIMES, LENGTH),
@@ -395,11 +402,11 @@ def report_lines(name: str, run: RunLog, findings: Sequence[Diagnosis], width: i
             ", ".join(symptom.name for symptom in symptoms_of(run.stage) if is_judged(symptom, run)) or "none of them"
         )
         yield from textwrap.wrap(f"none of the usual failures found; examined for: {names}", width)
-    for number, found in enumerate(findings, 1):
-        yield from ("", f"{number}. {found.symptom} (steps {found.steps[0]} to {found.steps[1]})")
-        changes = [f"{one.key}={_value(one.value)} (now {_value(one.now)}): {one.why}" for one in found.settings]
+    for index, finding in enumerate(findings, 1):
+        yield from ("", f"{index}. {finding.symptom} (steps {finding.steps[0]} to {finding.steps[1]})")
+        changes = [f"{one.key}={_value(one.value)} (now {_value(one.now)}): {one.why}" for one in finding.settings]
         titles = ["evidence", "cause", "try", *[""] * len(changes)]
-        for title, text in zip(titles, [found.evidence, found.cause, *changes], strict=False):
+        for title, text in zip(titles, [finding.evidence, finding.cause, *changes], strict=False):
             yield from textwrap.wrap(
                 text, width, initial_indent=f"   {title:10s}", subsequent_indent=" " * 13, break_on_hyphens=False
             )
@@ -414,4 +421,9 @@ def _value(value: object) -> str:
 
 def report_json(name: str, run: RunLog, findings: Sequence[Diagnosis]) -> dict[str, object]:
     """The report for machines."""
-    return {"run": name, "stage": run.stage, "updates": updates(run), "findings": [asdict(found) for found in findings]}
+    return {
+        "run": name,
+        "stage": run.stage,
+        "updates": updates(run),
+        "findings": [asdict(finding) for finding in findings],
+    }

@@ -1,4 +1,4 @@
-"""Settings of judges, the same for win rates, tournaments and judges that are held against people; and those of win rates."""
+"""Settings of judges, the same for win rates, tournaments and judges held against people; and those of win rates."""
 
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
@@ -139,7 +139,7 @@ class JudgeConfig(Settings):
 
 @dataclass(frozen=True)
 class BestOfConfig(Settings):
-    """A policy's best of n as one more contestant: of its n responses to each prompt the one that a reward model scores highest.
+    """A policy's best of n as one more contestant: of n responses to each prompt the one a reward model scores highest.
 
     Attributes:
         policy: name among `models`.
@@ -229,7 +229,7 @@ class WinRateConfig(JudgeConfig):
         ),
         Rule(
             "best_of",
-            lambda c: [own.policy for own in c.best_of.values() if own.policy not in c.models],
+            lambda c: [best_of.policy for best_of in c.best_of.values() if best_of.policy not in c.models],
             "names policies that are not among the models: {found}",
         ),
         Rule(

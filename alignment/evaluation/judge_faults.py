@@ -1,4 +1,4 @@
-"""The faults of a judge in figures and words: a preference for a place or for length, contradictions, failures, kinship."""
+"""Faults of a judge in figures and words: preference for a place or for length, contradictions, failures, kinship."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -81,7 +81,10 @@ def position_warnings(name: str, result: JudgeResult) -> list[str]:
     """A warning where the judge prefers a position and not a response, or its verdicts are tosses of a coin."""
     first = result.position_bias
     contradictory = result.inconsistent
-    both = f"its two orders contradict each other on {contradictory['count']} of {contradictory['n']} items, which decide nothing"
+    both = (
+        f"its two orders contradict each other on {contradictory['count']} of {contradictory['n']} items, which decide "
+        "nothing"
+    )
     if not first["low"] <= TIE <= first["high"]:
         place = "first" if first["rate"] > TIE else "second"
         shares = f"{first['rate']:.1%} [{first['low']:.1%}, {first['high']:.1%}] where 50% is no bias"
@@ -101,7 +104,10 @@ def length_warnings(name: str, result: JudgeResult) -> list[str]:
     if longer is None or (longer["high"] >= 1 - BY_LENGTH and longer["low"] <= BY_LENGTH):
         return []
     side, share = ("longer", longer["rate"]) if longer["rate"] > TIE else ("shorter", 1 - longer["rate"])
-    text = f"{name}: the {side} response wins {share:.1%} of {longer['n']} items: it is better, or the judge prefers length"
+    text = (
+        f"{name}: the {side} response wins {share:.1%} of {longer['n']} items: it is better, or the judge prefers "
+        "length"
+    )
     if slope is not None:
         text += f"; a response twice as long wins {slope['slope']:+.1%} [{slope['low']:+.1%}, {slope['high']:+.1%}]"
     return [text]
@@ -121,12 +127,15 @@ def parent_warnings(config: WinRateConfig, hashes: Mapping[str, str | None]) -> 
 
 
 def _origins(config: WinRateConfig, name: str, hashes: Mapping[str, str | None]) -> set[str | None]:
-    """Hashes of a contestant's model, of all checkpoints that it comes from by lineage.json, and of what chose its responses."""
+    """Hashes of a contestant's model, of all its ancestors by lineage.json, and of what chose its responses."""
     models = [str(config.policy_of(name))]
-    found = {hashes[models[0]], *(hashes[own.reward_model] for own in [config.best_of.get(name)] if own is not None)}
+    origins = {
+        hashes[models[0]],
+        *(hashes[best_of.reward_model] for best_of in [config.best_of.get(name)] if best_of is not None),
+    }
     for model in models:  # which grows by the parents of each
         record = Path(model).expanduser().parent / "lineage.json"
         parents = read_json_object(record)["parents"] if record.is_file() else {}
-        found |= set(parents.values())
+        origins |= set(parents.values())
         models += [parent for parent in parents if parent not in models]
-    return found
+    return origins

@@ -1,4 +1,4 @@
-"""A judge held against people (`alignment evaluate judge`): its agreement with them, what it prefers, what its win rates are worth.
+"""A judge held against people (`alignment evaluate judge`): agreement with them, preferences, worth of its win rates.
 
 The rows are read in labeled_items.py; the statistics are in agreement.py and corrected.py.
 """
@@ -66,18 +66,18 @@ def run(config: JudgeEvalConfig) -> Path:
     """Judge what people have judged, compare, and write `results.json`, `judge.html` and tables on the screen."""
     output = Path(config.output)
     verdicts = config.verdicts if config.judge == "verdicts" and config.verdicts else ""
-    found = read_items(config, verdicts)
+    items = read_items(config, verdicts)
     if config.judge == "gold":
-        check_hotel_prompts([item.prompt for item in found], "judge=gold")
-    judge = judge_of_rows(found) if verdicts else build_judge(config, output)
-    judged = judge_items(found, judge, config.max_failed_share)
+        check_hotel_prompts([item.prompt for item in items], "judge=gold")
+    judge = judge_of_rows(items) if verdicts else build_judge(config, output)
+    judged = judge_items(items, judge, config.max_failed_share)
     results = {
         "judge": judge.name if isinstance(judge, LoggedJudge) else verdicts,
-        "items": len(found),
+        "items": len(items),
         "failures": judged.failures,
-        **judge_figures(found, judged.verdicts, config.width),
+        **judge_figures(items, judged.verdicts, config.width),
     }
-    twice = [item for item in found if len(item.verdicts) > 1 and None not in item.verdicts.values()]
+    twice = [item for item in items if len(item.verdicts) > 1 and None not in item.verdicts.values()]
     if twice or not verdicts:
         orders = judgment_figures(judge_items(twice, judge_of_rows(twice)) if verdicts else judged)
         results |= {key: orders[key] for key in ("inconsistent", "position_bias")}
@@ -104,16 +104,16 @@ def read_items(config: JudgeEvalConfig, verdicts: str) -> list[LabeledItem]:
         judged = [(verdicts, {})]
     for file, columns in judged:
         add_items(file, replace(config, columns=columns), items, by_judge=True)
-    found = list(items.values())
-    if not any(item.votes and (item.verdicts or not verdicts) for item in found):
+    labeled_items = list(items.values())
+    if not any(item.votes and (item.verdicts or not verdicts) for item in labeled_items):
         wanted = "a label of people" + (f" and a verdict of {verdicts}" if verdicts else "")
         raise UserError(f"{', '.join(files)}: no item has {wanted}; compare their ids and sides, and `annotators`")
-    mute = [item.prompt.row_id for item in found if not (verdicts or item.first or item.second)]
+    mute = [item.prompt.row_id for item in labeled_items if not (verdicts or item.first or item.second)]
     raise_all(
         f"{name}: no responses for judge={config.judge} to read; name their columns, first and second"
         for name in mute[:1]
     )
-    return found
+    return labeled_items
 
 
 def judge_of_rows(items: Sequence[LabeledItem]) -> Judge:
@@ -130,7 +130,7 @@ def judge_of_rows(items: Sequence[LabeledItem]) -> Judge:
 
 
 def judge_figures(items: Sequence[LabeledItem], verdicts: Sequence[Verdict], width: float) -> Figures:
-    """The figures of results.json, from a judge's verdict for the first response of each item; `width` as in the config."""
+    """The figures of results.json, from a judge's verdict for each item's first response; `width` as in the config."""
     judged = [(item, verdict) for item, verdict in zip(items, verdicts, strict=True) if verdict is not None]
     voted = [(item, verdict) for item, verdict in judged if item.votes]
     subsets = sorted({item.subset for item, _ in voted})
@@ -170,15 +170,15 @@ def agreement_figures(voted: Judged) -> Figures:
     if pairs := [(item, *pair) for item in items for pair in combinations(item.votes.values(), 2)]:
         rows["judge and one person"] = [(item, one, vote) for item, one in voted for vote in item.votes.values()]
         rows["two people"] = pairs
-    found = {}
+    figures = {}
     for name, compared in rows.items():
         known = [row for row in compared if None not in row]
         votes = [row[1:] for row in known]
         clusters = [item.cluster for item, *_ in known]
         raters = [one for one, _ in votes], [other for _, other in votes]
         kappa = fleiss_kappa(votes, clusters) if name == "two people" else cohen_kappa(*raters, clusters)
-        found[name] = {**vote_agreement(votes, clusters), "kappa": kappa}
-    return found
+        figures[name] = {**vote_agreement(votes, clusters), "kappa": kappa}
+    return figures
 
 
 def longer_figures(voted: Judged) -> Figures | None:
@@ -291,29 +291,31 @@ def judge_sentences(results: Figures) -> list[str]:
     judge = results["agreement"]["judge"]
     labels = results["labels"]
     error = results["error"]
-    found = [
+    sentences = [
         f"Of {results['items']} items people have judged {results['labeled']}, {results['without_majority']} of them "
         f"without a majority; the judge failed on {results['failures']}."
     ]
     if judge["with_ties"] is not None:
         agreed = format_share(judge["with_ties"])
-        found.append(f"The judge gives the verdict of most people on {agreed}, kappa {format_cell(judge['kappa'])}.")
+        sentences.append(
+            f"The judge gives the verdict of most people on {agreed}, kappa {format_cell(judge['kappa'])}."
+        )
     if error is not None:
-        found.append(
+        sentences.append(
             f"Over {error['n']} pairs of models the judge's win rate is {100 * error['mean']:.1f} points off people's "
             f"on the same items in the mean, {100 * error['largest']:.1f} at most: compare models by the corrected "
             "rate."
         )
     few = f"people have labeled fewer than {MIN_LABELS} items, or prompts"
     if results["unlabeled"]:
-        found.append(f"No win rate of {', '.join(results['unlabeled'])}: {few}.")
+        sentences.append(f"No win rate of {', '.join(results['unlabeled'])}: {few}.")
     if labels["correlation"] is None:
-        found.append(f"A label's worth is not known: {few}.")
-        return found
-    found.append(
+        sentences.append(f"A label's worth is not known: {few}.")
+        return sentences
+    sentences.append(
         f"Beside the judge's verdicts one label of people counts as {format_cell(labels['worth'])} (correlation "
         f"{labels['correlation']:.2f}): a correction takes the judge's bias out and replaces no labels. An interval of "
         f"{100 * labels['width']:g} points takes {labels['needed']} labels with the judge and "
         f"{labels['without_judge']} without."
     )
-    return found
+    return sentences

@@ -16,7 +16,10 @@ from alignment.data.rows.records import Messages
 from alignment.errors import UserError, suggest
 from alignment.evaluation.winrate import LOSS, TIE, WIN
 
-MERITS = "whether it does what was asked, is correct and honest, harms nobody, and is clear and no longer than it needs to be"
+MERITS = (
+    "whether it does what was asked, is correct and honest, harms nobody, and is clear and no longer than it needs to "
+    "be"
+)
 SUMMARY_MERITS = (
     "whether it holds what matters, says nothing that the post does not say, stands alone, and is short and clear"
 )
@@ -32,7 +35,8 @@ The first answer:
 
 The second answer:
 {{second}}""",
-    "summary": f"""Two people have summarized the same post. Judge which summary is better for somebody who will not read the
+    "summary": f"""\
+Two people have summarized the same post. Judge which summary is better for somebody who will not read the
 post: {SUMMARY_MERITS}.
 
 The post:
@@ -71,7 +75,7 @@ BRIEFLY = "Answer, with nothing else, "
 PAIR = "with one letter: A where the first is better, B where the second is better{tie}."
 RATING = "with one whole number from 1 to 7."
 LABELS = {"A": WIN, "B": LOSS, "C": TIE}  # verdicts for the response shown first
-RATINGS = {str(number): float(number) for number in range(1, 8)}
+RATINGS = {str(rating): float(rating) for rating in range(1, 8)}
 LAST_LINE = re.compile(  # -3 is no rating
     r"\W*(?:(?:the )?(?:final )?(?:verdict|answer|rating|score)[\s*_`]*:)?\W*(?:(?:boxed|text|mathrm|textbf)\{\W*)*"
     r"(?<![-\u2012-\u2015\u2212](?=\d))(\w+)\W*",
@@ -96,7 +100,7 @@ def load_template(template: str) -> str:
         )
     text = path.read_text(encoding="utf-8")
     try:
-        fields = [each for each in Formatter().parse(text) if each[1] is not None]
+        fields = [field for field in Formatter().parse(text) if field[1] is not None]
     except ValueError as error:
         raise UserError(
             f"{path}: not of the form 'text {{prompt}} text': {error}; double braces that are text"
@@ -145,7 +149,7 @@ def mark_of(texts: Sequence[str]) -> str:
 
 
 def read_answer(text: str, labels: Sequence[str]) -> str | None:
-    """The label that stands alone on the last line of an answer, also as `Verdict: A`, `**A**` or `\\boxed{A}`; None: none."""
+    """The label alone on the last line of an answer, also as `Verdict: A`, `**A**` or `\\boxed{A}`; None: none."""
     lines = [line for line in text.splitlines() if line.strip()]
-    found = LAST_LINE.fullmatch(lines[-1].strip()) if lines else None
-    return found[1].upper() if found and found[1].upper() in labels else None
+    match = LAST_LINE.fullmatch(lines[-1].strip()) if lines else None
+    return match[1].upper() if match and match[1].upper() in labels else None

@@ -106,9 +106,11 @@ def compare(
         contradictions = [None if one is None or other is None else one != 1 - other for one, other in orders]
     count = contradictions.count(True)
     twice = n - contradictions.count(None)
-    shares = share_of([2 * each - 1 for each in contradictions if each is not None])
+    shares = share_of([2 * contradiction - 1 for contradiction in contradictions if contradiction is not None])
     inconsistent = {"count": count, **shares, "rate": count / twice if twice else 0.0}
-    coins = [each is True and v == TIE for each, v in zip(contradictions, merged.verdicts, strict=True)]
+    coins = [
+        contradiction is True and v == TIE for contradiction, v in zip(contradictions, merged.verdicts, strict=True)
+    ]
     clusters = judged_prompts(prompts, merged.verdicts)
     return JudgeResult(
         win_rate(judged, inconsistent=sum(coins), clusters=clusters),
@@ -127,7 +129,7 @@ def judged_prompts(prompts: Sequence[Prompt], verdicts: Sequence[Verdict]) -> li
 
 
 def share_of(leads: Sequence[float]) -> Figures:
-    """A share from leads of 1 (won) to -1 (lost), with its 95 % interval; a half and no bounds where nothing was counted."""
+    """A share from leads of 1 (won) to -1 (lost), with its 95 % interval; a half and no bounds if none is counted."""
     n = len(leads)
     wins = sum(max(lead, 0) for lead in leads)
     losses = sum(max(-lead, 0) for lead in leads)
@@ -217,7 +219,7 @@ def majority_verdicts(
 ) -> list[Verdict]:
     """The verdicts of more than half of the judges; a tie where there is none, a failure where one of them fails."""
     verdicts = zip(*(judge(prompts, first, second) for judge in judges), strict=True)
-    return [None if None in each else majority_verdict(each) for each in verdicts]
+    return [None if None in votes else majority_verdict(votes) for votes in verdicts]
 
 
 def gold_scores(prompts: Sequence[Prompt], responses: Sequence[str]) -> list[Any]:
@@ -258,9 +260,9 @@ def build_judge(
         known = scorers or {source: ResponseScorer(source, config.weights) for source in sources}
         members = [score_judge(known[source], config.tie_margin) for source in sources]
         judge = members[0] if len(members) == 1 else partial(majority_verdicts, members)
-        own = {source: (hashes or parent_hashes([source]))[source] for source in sources}
-        return _record(f"reward_model {', '.join(sources)}", own, judge, log)
-    gold = score_judge(lambda *items: [each.total for each in gold_scores(*items)], config.tie_margin)
+        model_hashes = {source: (hashes or parent_hashes([source]))[source] for source in sources}
+        return _record(f"reward_model {', '.join(sources)}", model_hashes, judge, log)
+    gold = score_judge(lambda *items: [score.total for score in gold_scores(*items)], config.tie_margin)
     return _record(str(config.judge), {}, longer_judge if config.judge == "longer" else gold, log)
 
 

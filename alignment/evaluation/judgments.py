@@ -1,11 +1,11 @@
-"""Judgments as JSON lines, one a call: read from any file of them, and appended as they are given. Judges are in judges.py.
+"""Judgments as JSON lines, one a call: read from any file of them, and appended as they are given.
 
 A row says which two texts were shown in which order, and the verdict for the one shown first:
 
     {"id": ..., "prompt": ..., "first": ..., "second": ..., "verdict": 1 | 0.5 | 0 | null, "judge": ..., ...}
 
 `null` is a call whose answer cannot be read. Forms for people, the labels that people gave and the log of a judge's
-calls are all files of such rows.
+calls are all files of such rows. Judges are in judges.py.
 """
 
 import json
@@ -63,7 +63,7 @@ class Judgment:
 
 
 def judgment_key(judge: str, prompt: str | Messages, *texts: str) -> str:
-    """Name of a call by its content: the judge with all that decides its answers, the prompt, and the texts in order."""
+    """Name of a call by its content: the judge with all that decides its answers, the prompt, the texts in order."""
     return hash_of([judge, prompt, *texts])
 
 
@@ -93,14 +93,14 @@ def _problem(row: RawRow) -> str:
     missing = [key for key in (*TEXTS, "verdict") if key not in values]
     texts = [*TEXTS, *(key for key in NAMES if values.get(key) is not None)]
     no_text = [key for key in texts if not isinstance(values.get(key), str)]
-    number = isinstance(probability, (int, float)) and 0 <= probability <= 1
+    is_probability = isinstance(probability, (int, float)) and 0 <= probability <= 1
     advice = NO_PAIR if "ranks" in values else ""
     checks = {
         f"no {', '.join(map(repr, missing))}; found {', '.join(map(repr, values))}{advice}": bool(missing),
         f"{', '.join(map(repr, no_text))} must be text": bool(no_text),
         f"'verdict' must be 1, 0.5, 0 or null, found {verdict!r}": isinstance(verdict, bool) or verdict not in VERDICTS,
         f"'probability' must be a number between 0 and 1 or null, found {probability!r}": not (
-            probability is None or number
+            probability is None or is_probability
         ),
     }
     return next((f"{row.location}: {problem}" for problem, holds in checks.items() if holds), "")
@@ -125,7 +125,7 @@ def _is_number(value: object) -> bool:
 
 
 def _judgment(row: dict[str, object], location: str) -> Judgment:
-    names = [each.name for each in fields(Judgment) if each.name not in ("extra", "location")]
+    names = [attribute.name for attribute in fields(Judgment) if attribute.name not in ("extra", "location")]
     given = {key: value for key in names if (value := row.pop(key, None)) is not None}
     given["verdict"] = None if given.get("verdict") is None else float(str(given["verdict"]))
     return Judgment(**given, extra=row, location=location)  # type: ignore[arg-type]
@@ -161,9 +161,9 @@ class RowLog:
     def __init__(self, path: Path | None = None, problem_of: Callable[[RawRow], str] = lambda row: row.problem):
         self.path = path
         self._lock = threading.Lock()
-        found = whole_rows(path, mend=True) if path is not None and path.is_file() else []
-        raise_all(filter(None, map(problem_of, found)))
-        self.rows: list[Mapping[str, object]] = [row.values for row in found if row.values is not None]
+        rows = whole_rows(path, mend=True) if path is not None and path.is_file() else []
+        raise_all(filter(None, map(problem_of, rows)))
+        self.rows: list[Mapping[str, object]] = [row.values for row in rows if row.values is not None]
 
     def append(self, row: Mapping[str, object]) -> None:
         """Write a row as one line, and hand it to the system before returning."""

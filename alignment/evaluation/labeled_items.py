@@ -1,4 +1,4 @@
-"""Items that people have judged: two responses to a prompt with the votes of one or several people, from files of many forms.
+"""Items judged by people: two responses to a prompt with the votes of one or several people, from files of many forms.
 
 Rows that need no mapping of columns, known by a column that only they have:
 
@@ -161,7 +161,7 @@ def _item_of(items: Items, vote: Judgment, subset: str) -> tuple[LabeledItem, bo
 def read_votes(
     source: str, config: LabelColumns, *, battles: bool = False, strict: bool = True, also: Collection[str] = ()
 ) -> list[Judgment]:
-    """The votes of a file of any form, one for each label of a row; `extra` is the row, with `pair`, `subset` and `cluster`.
+    """The votes of a file of any form, one per label of a row; `extra` is the row, with `pair`, `subset` and `cluster`.
 
     Args:
         battles: the rows must name two models, and numbers are shares of a win, in whichever column they are.
@@ -175,7 +175,7 @@ def read_votes(
     usual = USUAL | next((form for name, form in FORMS.items() if name in rows[0][1]), {})
     needed = {"label", "first_model", "second_model"} if battles else {"label"}
     columns = {ours: names for ours, names in usual.items() if ours in needed or rows[0][1].keys() >= set(names)}
-    columns |= {ours: [own] if isinstance(own, str) else own for ours, own in config.columns.items()}
+    columns |= {ours: [column] if isinstance(column, str) else column for ours, column in config.columns.items()}
     used = {name for names in (*columns.values(), also) for name in names}
     raise_all(
         f"{at}: no column {name!r}; it has {', '.join(values)}: say in the config which are meant"

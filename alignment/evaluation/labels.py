@@ -161,8 +161,8 @@ def read_questions(source: str) -> list[Label]:
         records, tally = read_rows(source, "rankings" if ranked else "demonstrations")
         print_tally(source, tally)
         rows = [
-            RawRow(each.row_id, {"prompt": getattr(each, "prompt", ""), "responses": replies_of(each)})
-            for each in records
+            RawRow(record.row_id, {"prompt": getattr(record, "prompt", ""), "responses": replies_of(record)})
+            for record in records
         ]
     items = {item.key: item for item in labels_in(rows, judged=False)}
     print(f"{source}: {len(items)} questions in {len(rows)} rows", file=sys.stderr)
@@ -183,12 +183,12 @@ def questions(items: Sequence[Label], judge: str, seed: int, repeats: float) -> 
         for item in sorted(items, key=lambda item: item.key)
     ]
     rng.shuffle(asked)
-    count = round(repeats * sum(len(each.responses) == 2 for each in asked))
+    count = round(repeats * sum(len(question.responses) == 2 for question in asked))
     half = len(asked) // 2
-    early = [each.in_order((1, 0)) for each in asked[: len(asked) // 3] if len(each.responses) == 2]
-    later = asked[half:] + [replace(each, repeat=True) for each in rng.sample(early, min(count, len(early)))]
+    early = [question.in_order((1, 0)) for question in asked[: len(asked) // 3] if len(question.responses) == 2]
+    later = asked[half:] + [replace(question, repeat=True) for question in rng.sample(early, min(count, len(early)))]
     shown = asked[:half] + rng.sample(later, len(later))
-    return [replace(each, judge=judge, position=i) for i, each in enumerate(shown)]
+    return [replace(question, judge=judge, position=i) for i, question in enumerate(shown)]
 
 
 class LabelSession:
@@ -203,7 +203,7 @@ class LabelSession:
             ratings: each response is rated; a response alone always is.
             flags: that a response may be marked with.
         """
-        rows = [RawRow(f"{path}:{number}", dict(row)) for number, row in enumerate(RowLog(path).rows, 1)]
+        rows = [RawRow(f"{path}:{line}", dict(row)) for line, row in enumerate(RowLog(path).rows, 1)]
         labels = labels_in(rows, judged=True)
         keys = {item.key for item in items}
         if others := sum(label.key not in keys for label in labels):
@@ -218,19 +218,19 @@ class LabelSession:
     def show(self, body: Values) -> JSON:
         """A question of the `annotator`, that of a `number` or the first that is open, and how far they are."""
         asked = self.questions(name_in(body))
-        given = [self.labels.get(each.slot) for each in asked]
+        given = [self.labels.get(item.slot) for item in asked]
         seconds = [label.seconds for label in given if label]
-        number = number_in({"number": [*given, None].index(None), **body}, len(asked) + 1)
+        index = number_in({"number": [*given, None].index(None), **body}, len(asked) + 1)
         progress: JSON = {
-            "number": number,
+            "number": index,
             "total": len(asked),
             "answered": len(seconds),
             "pace": median(seconds or [0]),
         }
-        if number == len(asked):
+        if index == len(asked):
             return progress | {"report": agreement_lines(self.labels.values())}
-        question = asked[number]
-        earlier = given[number]
+        question = asked[index]
+        earlier = given[index]
         return progress | {
             "prompt": question.prompt,
             "responses": question.responses,
@@ -260,8 +260,10 @@ class LabelSession:
         with self._lock:
             log = RowLog(self.path)  # made anew, it mends what a full disk left of the last line
             if label.slot in self.labels:
-                found = zip(log.rows, labels_in(json_line_rows(self.path), judged=True), strict=True)
-                write_json_lines(self.path, [*(row for row, each in found if each.slot != label.slot), label.row()])
+                logged = zip(log.rows, labels_in(json_line_rows(self.path), judged=True), strict=True)
+                write_json_lines(
+                    self.path, [*(row for row, earlier in logged if earlier.slot != label.slot), label.row()]
+                )
             else:
                 log.append(label.row())
                 sync(self.path)
@@ -279,10 +281,10 @@ def name_in(body: Values) -> str:
 
 def number_in(body: Values, count: int) -> int:
     """The number of a question, below `count`; UserError where it is none."""
-    number = body.get("number")
-    if type(number) is not int or not 0 <= number < count:
-        raise UserError(f"number: is {number!r}, and the questions have the numbers 0 to {count - 1}")
-    return number
+    index = body.get("number")
+    if type(index) is not int or not 0 <= index < count:
+        raise UserError(f"number: is {index!r}, and the questions have the numbers 0 to {count - 1}")
+    return index
 
 
 # Agreement
@@ -293,11 +295,13 @@ def agreement_lines(labels: Iterable[Label]) -> list[str]:
     by_judge: dict[str, list[Label]] = {}
     for label in labels:
         by_judge.setdefault(label.judge, []).append(label)
-    firsts = {judge: pair_verdicts(label for label in own if not label.repeat) for judge, own in by_judge.items()}
+    firsts = {
+        judge: pair_verdicts(label for label in answers if not label.repeat) for judge, answers in by_judge.items()
+    }
     lines = [
-        f"{judge}: {len(own)} answers, {median(label.seconds for label in own):.1f} s each (median)"
-        + agreement_on("repeats", pair_verdicts(label for label in own if label.repeat), firsts[judge])
-        for judge, own in by_judge.items()
+        f"{judge}: {len(answers)} answers, {median(label.seconds for label in answers):.1f} s each (median)"
+        + agreement_on("repeats", pair_verdicts(label for label in answers if label.repeat), firsts[judge])
+        for judge, answers in by_judge.items()
     ]
     lines += [
         f"{one} and {other}" + agreement_on("pairs", firsts[one], firsts[other])

@@ -47,7 +47,7 @@ class Question:
     tie_margin: float = 0.0
 
     def answer_of(self, log_probs: Mapping[str, float], **more: object) -> JudgeAnswer:
-        """The verdict with the greater probability, or the mean rating, from log-probabilities of labels, up to a constant.
+        """The verdict of greater probability, or the mean rating, from labels' log-probabilities up to a constant.
 
         Source: of the mean rating: Liu et al. 2023, arXiv:2303.16634, eq. 1.
         """
@@ -118,8 +118,8 @@ def ask_endpoint(service: EndpointConfig, question: Question) -> Ask:
         label = None if text is None or service.logprobs else read_answer(text, list(question.labels))
         if label is not None:
             return JudgeAnswer(question.labels[label])
-        found = _first_token(received) if service.logprobs else {}
-        if known := {label: found[label] for label in question.labels if label in found}:
+        log_probs = _first_token(received) if service.logprobs else {}
+        if known := {label: log_probs[label] for label in question.labels if label in log_probs}:
             return question.answer_of(known)
         return JudgeAnswer(None, {"unread": (text or json.dumps(received))[-SHOWN_CHARACTERS:]})
 
@@ -150,8 +150,12 @@ def _first_token(received: object) -> dict[str, float]:
 
     What is no finite number is left out.
     """
-    found = part_of(received, "choices", 0, "logprobs", "content", 0, "top_logprobs")
-    given = [(part_of(each, "token"), part_of(each, "logprob")) for each in found] if isinstance(found, list) else []
+    candidates = part_of(received, "choices", 0, "logprobs", "content", 0, "top_logprobs")
+    given = (
+        [(part_of(candidate, "token"), part_of(candidate, "logprob")) for candidate in candidates]
+        if isinstance(candidates, list)
+        else []
+    )
     known = [(token, value) for token, value in given if isinstance(value, (int, float)) and abs(value) < 1e300]
     pairs = [(str(token).strip().upper(), float(value)) for token, value in known]
     return dict(sorted(pairs, key=lambda pair: pair[1]))
@@ -187,9 +191,9 @@ def ask_model(source: str, question: Question, weights: WeightsConfig) -> Ask:
         for group in group_by_length(lengths, TOKENS_PER_FORWARD):
             requests = [(heads[i], label) for i in group for label in labels]
             asked = [calls[i].prompt.row_id for i in group for _ in labels]
-            found = [each.log_prob for each in scorer.token_likelihoods(requests, asked.__getitem__)]
+            log_probs = [likelihood.log_prob for likelihood in scorer.token_likelihoods(requests, asked.__getitem__)]
             for place, i in enumerate(group):
-                row = found[place * len(names) : (place + 1) * len(names)]
+                row = log_probs[place * len(names) : (place + 1) * len(names)]
                 done(calls[i], question.answer_of(dict(zip(names, row, strict=True))))
 
     return ask

@@ -27,7 +27,7 @@ TOKENS_PER_FORWARD = 16_384
 
 @dataclass(frozen=True)
 class LanguageLoss:
-    """Held-out next-token loss, nats per target token, its exponential, and the whole loss in bits over the bytes of the text.
+    """Held-out next-token loss in nats per target token, its exponential, and the whole loss in bits per byte of text.
 
     Bits per byte are comparable between tokenizers; None where the number of bytes was not given. A token that nothing
     predicts, the first of a text without BOS, has neither bits nor bytes.
@@ -41,7 +41,10 @@ class LanguageLoss:
 
 @torch.no_grad()
 def language_loss(model: Model, batches: Iterable[Ragged], *, text_bytes: int | None = None) -> LanguageLoss:
-    """Loss of a language model over ragged batches, averaged over target tokens; `text_bytes` is the size of their UTF-8 text."""
+    """Loss of a language model over ragged batches, averaged over target tokens.
+
+    `text_bytes` is the size of their UTF-8 text.
+    """
     device = next(model.parameters()).device
     total = torch.zeros((), dtype=torch.float64)
     tokens = 0
@@ -103,7 +106,10 @@ def loss_on_rows(source: str, rows: Sequence[Text], max_length: int, weights: We
 
 @torch.no_grad()
 def masked_log_probs(model: Model, documents: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]]) -> Tensor:
-    """Log-probability of each document's masked tokens, their sum, nats, [n] float64 on the CPU; the model is in eval mode."""
+    """Summed log-probability of each document's masked tokens, nats, [n] float64 on the CPU.
+
+    The model must be in eval mode.
+    """
     totals = torch.zeros(len(documents), dtype=torch.float64)
     device = next(model.parameters()).device
     start = start_token_of(model)
@@ -120,9 +126,9 @@ def pair_log_probs(model: Model, pairs: Sequence[Example]) -> Tensor:
     if not pairs:
         raise UserError("comparisons: no pair is left to measure")
     sides = [([p.documents[side] for p in pairs], [p.masks[side] for p in pairs]) for side in (0, 1)]
-    found = torch.stack([masked_log_probs(model, documents, masks) for documents, masks in sides], 1)
-    check_numbers(found, lambda i: pairs[i].row_id, "the log-probability of a response")
-    return found
+    log_probs = torch.stack([masked_log_probs(model, documents, masks) for documents, masks in sides], 1)
+    check_numbers(log_probs, lambda i: pairs[i].row_id, "the log-probability of a response")
+    return log_probs
 
 
 def compare_pairs(policy: Tensor, reference: Tensor) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Win rates at equal length: the preference regressed on the model, the difference of lengths and the instruction's difficulty."""
+"""Win rates at equal length: preferences regressed on model, length difference and the instruction's difficulty."""
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
@@ -104,7 +104,7 @@ def _relative_lengths(longer: np.ndarray) -> np.ndarray:
 
 
 def _read_columns(given: Mapping[str, Sequence[float]]) -> dict[str, np.ndarray]:
-    """The columns as arrays; refused are unequal lengths, numbers that are none, other preferences, and too few rows."""
+    """The columns as arrays; refused are unequal lengths, non-numbers, preferences outside [0, 1], and too few rows."""
     columns = {name: np.asarray(values, float) for name, values in given.items()}
     n = len(columns["preferences"])
     outside = (np.abs(columns["preferences"] - 0.5) > 0.5).any()

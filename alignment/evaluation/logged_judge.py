@@ -1,8 +1,9 @@
-"""A judge whose answers are rows of a log, so that no call is made twice. The judges that are asked are in language_judges.py.
+"""A judge whose answers are rows of a log, so that no call is made twice.
 
 Every answer is a row as soon as it is there (see judgments.py), under a key of its content: the judge, the question and
 the texts in their order. An answer that cannot be read is kept with `verdict: null`; a call without an answer (no
-connection, status 500 after the retries) is not written, and the next start makes it again.
+connection, status 500 after the retries) is not written, and the next start makes it again. The judges that are asked
+are in language_judges.py.
 """
 
 import sys
@@ -27,7 +28,10 @@ SLOW = 0.5  # of the time-out
 
 
 class Call(NamedTuple):
-    """One question about a prompt: what to respond, how good the one response is, or which of two is better, in this order."""
+    """One question about a prompt: what to respond, how good the one response is, or which of two is better.
+
+    Two responses are asked about in this order.
+    """
 
     prompt: Prompt
     responses: tuple[str, ...] = ()
@@ -92,7 +96,7 @@ class LoggedJudge:
         """Verdicts for the responses shown first; equal responses tie without a call."""
         sides = zip(first, second, strict=True)
         named = models or [()] * len(prompts)
-        return cast("list[Verdict]", self.values([Call(*each) for each in zip(prompts, sides, named, strict=True)]))
+        return cast("list[Verdict]", self.values([Call(*fields) for fields in zip(prompts, sides, named, strict=True)]))
 
     def values(self, calls: Sequence[Call]) -> list[float | str | None]:
         """The answer to each call; None where it has none that can be read.
@@ -178,14 +182,17 @@ class LoggedJudge:
         return text if cost is None else f"{text}, a cost of at most about {cost:.2f}"
 
     def usage(self) -> dict[str, Any]:
-        """The calls behind the verdicts, and how many this start has made; their failures, tokens, time and cost: for results."""
+        """Figures for results on the calls behind the verdicts: their number, failures, tokens, time and cost.
+
+        `made_now` counts the calls that this start has made.
+        """
         if self.rater is not None:
             return self.rater.usage()
         rows = list(self.used.values())
         unread = [row.get("unread") for row in rows if row.get("verdict", row.get("rating")) is None]
         tokens = {name: sum(row.get(name, 0) for row in rows) for name in ("prompt_tokens", "answer_tokens")}
         seconds = [row["seconds"] for row in rows if "seconds" in row]
-        found = {
+        figures = {
             "judge": self.name,
             "calls": len(rows),
             "made_now": self.made,
@@ -196,7 +203,7 @@ class LoggedJudge:
             **tokens,
             "cost": self.service and self.service.cost(*tokens.values()),
         }
-        return {name: value for name, value in found.items() if value is not None}
+        return {name: value for name, value in figures.items() if value is not None}
 
     def faults(self) -> list[str]:
         """In words: answers that cannot be read, calls without one, slow answers."""
@@ -204,7 +211,7 @@ class LoggedJudge:
         limit = self.service.timeout_seconds if self.service else 0.0
         seconds = usage.get("median_seconds", 0.0)
         example = repr(usage.get("unread_example"))
-        told = [
+        checks = [
             (
                 usage["unread"],
                 f"{usage['unread']} of {usage['calls']} answers cannot be read, such as {example}; their items "
@@ -220,7 +227,7 @@ class LoggedJudge:
                 "endpoint.timeout_seconds or lower endpoint.requests",
             ),
         ]
-        return [f"{self.name}: {text}" for holds, text in told if holds]
+        return [f"{self.name}: {text}" for holds, text in checks if holds]
 
 
 def _counts(reasons: Mapping[str, int]) -> str:

@@ -26,7 +26,7 @@ Votes = dict[str, float]  # person -> verdict for the text shown first
 
 @dataclass(frozen=True)
 class PeopleJudge:
-    """A judge that takes its verdicts from people's rows; called, it gives that of most of them, a tie where there is none.
+    """A judge that takes its verdicts from people's rows; a call gives that of most of them, or a tie if there is none.
 
     Attributes:
         path: file of the rows.
@@ -53,16 +53,18 @@ class PeopleJudge:
         return self.votes.get(pair, {}), self.votes.get(turned, {}) if turned != pair else {}
 
     def of_people(self, pair: Pair) -> Votes:
-        """Each person's verdict for the first text of a pair, in whichever order it was shown; a contradiction is a tie."""
+        """Each person's verdict for the first text of a pair, shown in either order; a contradiction is a tie."""
         here, turned = self.both_orders(pair)
-        found = {person: 1 - vote for person, vote in turned.items()}
-        return found | {person: vote if found.get(person, vote) == vote else TIE for person, vote in here.items()}
+        flipped = {person: 1 - vote for person, vote in turned.items()}
+        return flipped | {person: vote if flipped.get(person, vote) == vote else TIE for person, vote in here.items()}
 
     def orders(
         self, prompts: Sequence[Prompt], first: Sequence[str], second: Sequence[str]
     ) -> tuple[list[float], list[bool | None]]:
-        """The lead of the text shown first in each verdict, -1 to 1; and of each pair whether somebody who saw both orders
-        contradicts himself, None where nobody saw both."""
+        """The lead of the text shown first in each verdict, -1 to 1, and the contradictions, one for each pair.
+
+        A contradiction is True where somebody who saw both orders contradicts himself, None where nobody saw both.
+        """
         leads = list[float]()
         contradictions = list[bool | None]()
         for here, turned in map(self.both_orders, shown_pairs(prompts, first, second)):
@@ -75,13 +77,13 @@ class PeopleJudge:
         """Verdicts of each person, and how far they agree on the pairs that several have judged: for results."""
         pairs = sorted({(name, min(a, b), max(a, b)) for name, a, b in self.votes})
         shared = [given for pair in pairs if len(given := list(self.of_people(pair).values())) > 1]
-        couples = [each for given in shared for each in combinations(given, 2)]
+        couples = [couple for given in shared for couple in combinations(given, 2)]
         counts = Counter(person or "unnamed" for votes in self.votes.values() for person in votes)
-        found: dict[str, Any] = {"verdicts": dict(counts)}
+        figures: dict[str, Any] = {"verdicts": dict(counts)}
         if couples:
-            found |= {"agreement": agreement(*zip(*couples, strict=True)), "judged_by_several": len(shared)}
-            found["alpha"] = krippendorff_alpha(shared, level="ordinal")
-        return found
+            figures |= {"agreement": agreement(*zip(*couples, strict=True)), "judged_by_several": len(shared)}
+            figures["alpha"] = krippendorff_alpha(shared, level="ordinal")
+        return figures
 
 
 def shown_pairs(prompts: Sequence[Prompt], first: Sequence[str], second: Sequence[str]) -> list[Pair]:

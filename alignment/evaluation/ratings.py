@@ -1,6 +1,7 @@
-"""Ratings of several models from battles of two: Bradley-Terry, with ties and covariates, and Elo. The command is in ratings_run.py.
+"""Ratings of several models from battles of two: Bradley-Terry, with ties and covariates, and Elo.
 
-Both are in points: 400 points more are odds of 10 to 1, and the mean of the models is 1000.
+Both are in points: 400 points more are odds of 10 to 1, and the mean of the models is 1000. The command is in
+ratings_run.py.
 """
 
 import itertools
@@ -55,21 +56,21 @@ class Ratings(UserDict[str, float]):
 
     @property
     def strengths(self) -> dict[str, float]:
-        """Share of each model in the sum of exp(log odds): of two models, s / (s + t) is the chance that the first wins."""
+        """Share of each model in the sum of exp(log odds); of two, the first wins with probability s / (s + t)."""
         weights = {model: math.exp((rating - MEAN) / POINTS) for model, rating in self.items()}
         return {model: weight / sum(weights.values()) for model, weight in weights.items()}
 
     def differences(self) -> list[Difference]:
-        """Every pair of models, the better one first, with p-values of equal ratings and their adjustment after Holm."""
-        found = []
+        """Every pair of models, the better one first, with p-values of equal ratings and their Holm adjustment."""
+        pairs = []
         for (i, first), (j, second) in itertools.combinations(enumerate(self), 2):
             points = self[first] - self[second]
             variance = self.covariance[i, i] + self.covariance[j, j] - 2 * self.covariance[i, j]
             error = math.sqrt(max(float(variance), 1e-12))
             p = math.erfc(abs(points) / error / math.sqrt(2))
-            found.append(Difference(first, second, points, points - Z_95 * error, points + Z_95 * error, p, p))
-        adjusted = holm([row.p for row in found])
-        return [row._replace(p_holm=p) for row, p in zip(found, adjusted, strict=True)]
+            pairs.append(Difference(first, second, points, points - Z_95 * error, points + Z_95 * error, p, p))
+        adjusted = holm([row.p for row in pairs])
+        return [row._replace(p_holm=p) for row, p in zip(pairs, adjusted, strict=True)]
 
 
 def bradley_terry_ratings(
@@ -167,12 +168,12 @@ def elo_ratings(
     generator = np.random.default_rng(seed)
     weights = [generator.poisson(1.0, bootstraps + 1).astype(np.uint8) for _ in range(int(numbers.max()) + 1)]
     ratings = np.full((len(models), bootstraps + 1), MEAN)  # the first column is that of the rows themselves
-    for (a, b), outcome, number, is_toss in zip(sides.tolist(), outcomes, numbers.tolist(), tossed, strict=True):
+    for (a, b), outcome, cluster, is_toss in zip(sides.tolist(), outcomes, numbers.tolist(), tossed, strict=True):
         expected = 1 / (1 + 10 ** ((ratings[b] - ratings[a]) / 400))
-        weights[number][0] = 1
+        weights[cluster][0] = 1
         if is_toss:
             outcome = np.append(outcome, generator.integers(2, size=bootstraps))
-        change = k * weights[number] * (outcome - expected)
+        change = k * weights[cluster] * (outcome - expected)
         ratings[a] += change
         ratings[b] -= change
     drawn = ratings[:, 1:]
@@ -186,7 +187,7 @@ def elo_ratings(
 
 
 def refuse_unconnected(models: Sequence[str], sides: np.ndarray, outcomes: np.ndarray) -> None:
-    """Refuse battles [n, 2] from which no finite ratings follow: each part of the models must beat, or tie, each other part.
+    """Refuse battles [n, 2] without finite ratings: each part of the models must beat, or tie, each other part.
 
     Source: Ford 1957, American Mathematical Monthly 64, 28-33.
     """
@@ -202,10 +203,16 @@ def refuse_unconnected(models: Sequence[str], sides: np.ndarray, outcomes: np.nd
     reason = f"the battles do not connect the models: {count} parts have none with each other"
     if count == 1:
         count, parts = connected_components(graph, connection="strong")
-        reason = "some models have no finite rating: these parts win, or lose, every battle with some other part, without a tie"
+        reason = (
+            "some models have no finite rating: these parts win, or lose, every battle with some other part, "
+            "without a tie"
+        )
         advice = "leave models out that never win or never lose, add battles, or take Elo's ratings"
     if count > 1:
-        names = [[model for model, own in zip(models, parts, strict=True) if own == part] for part in range(count)]
+        names = [
+            [model for model, component in zip(models, parts, strict=True) if component == part]
+            for part in range(count)
+        ]
         listed = "; ".join(
             ", ".join(part[:8]) + (" ..." if len(part) > 8 else "") for part in sorted(names, key=len)[:8]
         )
@@ -213,7 +220,7 @@ def refuse_unconnected(models: Sequence[str], sides: np.ndarray, outcomes: np.nd
 
 
 def _read_battles(rows: Sequence[Battle], *, hard: bool = False) -> tuple[list[str], np.ndarray, np.ndarray]:
-    """Names of the models, numbers of both models of each row [n, 2] and outcomes [n]; rows that are no battles are refused."""
+    """Model names, numbers of both models of each row [n, 2] and outcomes [n]; rows that are no battles are refused."""
     if not rows:
         raise UserError("ratings need at least one battle, and there is none")
     problems = []
@@ -247,7 +254,7 @@ def _ranked(
     effects: dict[str, Estimate] | None = None,
     tie: Estimate | None = None,
 ) -> Ratings:
-    """The ratings with the best model first; `figures` [K, 3] are each model's points and the bounds of their interval."""
+    """The ratings, best model first; `figures` [K, 3] are each model's points and the bounds of their interval."""
     order = np.argsort(-figures[:, 0], kind="stable").tolist()
     names = [models[i] for i in order]
     counts = np.bincount(sides.ravel(), minlength=len(models))

@@ -1,4 +1,4 @@
-"""Ratings of several models (`alignment evaluate ratings`): from files of battles, or of a tournament that a judge decides."""
+"""Ratings of several models (`alignment evaluate ratings`) from files of battles or a judged tournament."""
 
 import itertools
 import re
@@ -158,11 +158,11 @@ def run(config: RatingsConfig) -> Path:
     table: list[dict[str, object]] = [
         {
             "model": name,
-            "rank": own["rank"],
-            "rating": f"{own['rating']:.0f} [{own['low']:.0f}, {own['high']:.0f}]",
-            "battles": own["battles"],
+            "rank": figures["rank"],
+            "rating": f"{figures['rating']:.0f} [{figures['low']:.0f}, {figures['high']:.0f}]",
+            "battles": figures["battles"],
         }
-        for name, own in results["models"].items()
+        for name, figures in results["models"].items()
     ]
     _write_page(Path(config.output) / "ratings.html", ratings, [table, results["differences"]])
     print_table(table)
@@ -171,7 +171,7 @@ def run(config: RatingsConfig) -> Path:
 
 
 def rating_figures(ratings: Ratings) -> dict[str, Any]:
-    """Figures of each model, the best one first, effects of covariates and differences of all pairs, for `results.json`.
+    """Figures of each model, best first, effects of covariates and differences of all pairs, for `results.json`.
 
     A model's rank is 1 more than the number of models that are better at 5 %, all pairs of models being adjusted for.
     """

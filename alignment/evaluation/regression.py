@@ -43,10 +43,11 @@ class Fit(NamedTuple):
     information: np.ndarray  # minus the second derivative without the penalty, [P + 1, P + 1]
 
     def covariance(self, clusters: Sequence[Hashable] | None) -> np.ndarray:
-        """Sandwich covariance A^-1 B A^-1 of the coefficients: B = G/(G-1) sum_g s_g s_g^T over sums s of scores by cluster.
+        """Sandwich covariance A^-1 B A^-1 of the coefficients.
 
-        Contradictory rows add one toss of a coin to B. In directions in which B is 0, such as between models that only
-        tie, the spread of the outcomes is not known: B is there the information, as if each tie were a toss.
+        B = G/(G-1) sum_g s_g s_g^T over sums s of scores by cluster. Contradictory rows add one toss of a coin to B. In
+        directions in which B is 0, such as between models that only tie, the spread of the outcomes is not known: B is
+        there the information, as if each tie were a toss.
 
         Source: Liang and Zeger 1986, Biometrika 73, 13-22.
         """
@@ -126,18 +127,18 @@ def fit_outcomes(
 
     def evaluate(b: np.ndarray) -> tuple[float, Tensor, Tensor]:
         points = torch.tensor((columns @ b).reshape(2, n), requires_grad=True)
-        each = outcome_log_probs(points[0], points[1], labels, ties)
-        return each.detach().sum().item() - float((b - middle) @ precision @ (b - middle)) / 2, each, points
+        log_probs = outcome_log_probs(points[0], points[1], labels, ties)
+        return log_probs.detach().sum().item() - float((b - middle) @ precision @ (b - middle)) / 2, log_probs, points
 
-    found = np.append(middle[:-1], 1 - fixed)
-    height, each, points = evaluate(found)
+    coefficients = np.append(middle[:-1], 1 - fixed)
+    height, log_probs, points = evaluate(coefficients)
     for _ in range(STEPS):
-        [slopes] = torch.autograd.grad(each.sum(), points, create_graph=True)
+        [slopes] = torch.autograd.grad(log_probs.sum(), points, create_graph=True)
         curves = [torch.autograd.grad(slope.sum(), points, retain_graph=True)[0].numpy() for slope in slopes]
         weights = csr_array(block_array([[diags_array(curve) for curve in row] for row in curves]))
         information = precision - (columns.T @ (weights @ columns)).toarray()
         ascent = slopes.detach().numpy().ravel()
-        step = np.linalg.solve(information, columns.T @ ascent - precision @ (found - middle))
+        step = np.linalg.solve(information, columns.T @ ascent - precision @ (coefficients - middle))
         if np.abs(step).max() < 1e-9:
             tossed = np.array(list(contradictory) or [False] * n)
             share = 1 / max(tossed.sum(), 1)
@@ -145,11 +146,11 @@ def fit_outcomes(
             known = -(columns.T @ (counted @ weights @ columns)).toarray()
             rows = csr_array((ascent * np.tile(~tossed, 2), (np.tile(np.arange(n), 2), np.arange(2 * n))))
             coins = columns[:n][tossed] * (math.sqrt(share) / 2)  # half of what lies between a win and a loss
-            return Fit(found, np.linalg.inv(precision + known), n, rows @ columns, coins, known)
-        while not (nearer := evaluate(found + step))[0] >= height - 1e-9:
+            return Fit(coefficients, np.linalg.inv(precision + known), n, rows @ columns, coins, known)
+        while not (nearer := evaluate(coefficients + step))[0] >= height - 1e-9:
             step = step / 2
-        found = found + step
-        height, each, points = nearer
+        coefficients = coefficients + step
+        height, log_probs, points = nearer
         if points[0].abs().max() > LARGEST_LOG_ODDS:
             break
     raise UserError(

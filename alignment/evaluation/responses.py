@@ -59,14 +59,17 @@ def sample_or_read(
         "models": {name: hashes[config.checkpoint(name)] for name in config.models},
         "best_of": {
             name: {
-                **asdict(own),
-                "reward_model": hashes[own.reward_model],
-                "model": hashes[config.checkpoint(own.policy)],
+                **asdict(best_of),
+                "reward_model": hashes[best_of.reward_model],
+                "model": hashes[config.checkpoint(best_of.policy)],
             }
-            for name, own in config.best_of.items()
+            for name, best_of in config.best_of.items()
         },
         "response_files": {name: sha256(Path(path)) for name, path in config.response_files.items()},
-        "endpoints": {name: hash_of([own.url, own.model, own.parameters]) for name, own in config.endpoints.items()},
+        "endpoints": {
+            name: hash_of([endpoint.url, endpoint.model, endpoint.parameters])
+            for name, endpoint in config.endpoints.items()
+        },
         "chat_template": sha256(Path(template)) if template and Path(template).is_file() else template,
         "data.max_length": config.data.max_length,
         "weights": asdict(config.weights),
@@ -80,7 +83,7 @@ def sample_or_read(
     files = {
         name: file_responses(config.response_files[name], prompts) for name in missing if name in config.response_files
     }
-    chosen = {own.reward_model for name, own in config.best_of.items() if name in missing}
+    chosen = {best_of.reward_model for name, best_of in config.best_of.items() if name in missing}
     choosers = {source: ResponseScorer(source, config.weights, config.data.max_length) for source in chosen}
     for service in [config.endpoints[name] for name in missing if name in config.endpoints]:
         check_key(service, service.model)
@@ -91,8 +94,8 @@ def sample_or_read(
         elif name in config.endpoints:
             responses[name] = endpoint_responses(config, config.endpoints[name], prompts)
         elif name in config.best_of:
-            own = config.best_of[name]
-            responses[name] = _best_of(config, own, choosers[own.reward_model], prompts)
+            best_of = config.best_of[name]
+            responses[name] = _best_of(config, best_of, choosers[best_of.reward_model], prompts)
         else:
             responses[name] = _sample(config, name, prompts)
         write_responses(output, prompts, responses, source)
@@ -105,15 +108,15 @@ def _texts(texts: Sequence[str]) -> Generation:
 
 
 def file_responses(path: str, prompts: Sequence[Prompt]) -> Generation:
-    """The response to each prompt in a file of demonstrations; of several to one prompt, each is taken once, in order."""
-    found: dict[str, list[str]] = {}
+    """The response to each prompt in a file of demonstrations; several to one prompt are taken once each, in order."""
+    by_prompt: dict[str, list[str]] = {}
     for row in read_records(DataConfig(train=path), "demonstrations"):
-        found.setdefault(hash_of(row.prompt), []).append(row.response)
-    missing = [prompt.row_id for prompt in prompts if not found.get(hash_of(prompt.prompt))]
+        by_prompt.setdefault(hash_of(row.prompt), []).append(row.response)
+    missing = [prompt.row_id for prompt in prompts if not by_prompt.get(hash_of(prompt.prompt))]
     if missing:
         raise UserError(f"{path}: no response to {len(missing)} of {len(prompts)} prompts, such as {missing[0]}")
-    texts = [found[hash_of(prompt.prompt)] for prompt in prompts]
-    return _texts([each.pop(0) if len(each) > 1 else each[0] for each in texts])
+    texts = [by_prompt[hash_of(prompt.prompt)] for prompt in prompts]
+    return _texts([candidates.pop(0) if len(candidates) > 1 else candidates[0] for candidates in texts])
 
 
 def endpoint_responses(config: WinRateConfig, service: EndpointConfig, prompts: Sequence[Prompt]) -> Generation:
@@ -135,7 +138,7 @@ def endpoint_responses(config: WinRateConfig, service: EndpointConfig, prompts: 
 
 def _sample(config: WinRateConfig, name: str, prompts: Sequence[Prompt], first_row: int = 0) -> Generation:
     """One model's responses, drawn as rows `first_row` on."""
-    [found] = sample_responses(
+    [responses] = sample_responses(
         config.checkpoint(name),
         prompts,
         [SamplingConfig(config.max_new_tokens, config.temperature, top_p=config.top_p, seed=config.seed)],
@@ -146,13 +149,13 @@ def _sample(config: WinRateConfig, name: str, prompts: Sequence[Prompt], first_r
         first_row=first_row,
         counts_of="prompts" if name == config.baseline and not first_row else "",
     )
-    return found
+    return responses
 
 
 def _best_of(
     config: WinRateConfig, own: BestOfConfig, scorer: "ResponseScorer", prompts: Sequence[Prompt]
 ) -> Generation:
-    """For each prompt the one of n responses that a reward model scores highest; no draw is one of the policy's own response."""
+    """The best of n responses to each prompt by a reward model's score, drawn apart from the policy's own response."""
     n = own.samples
     repeated = [prompt for prompt in prompts for _ in range(own.samples)]
     drawn = _sample(config, own.policy, repeated, first_row=len(prompts))
@@ -196,7 +199,7 @@ def sample_responses(
     lengths = [(example.row_id, len(example.ids) if start is None else 1) for example in examples]
     check_lengths(model, lengths, way_out, max(sampling.max_new_tokens for sampling in samplings))
     rows = range(first_row, first_row + len(examples))
-    found = []
+    generations = []
     for sampling in samplings:
         sampled = decode_responses(
             model,
@@ -209,8 +212,8 @@ def sample_responses(
             vocabulary=known_tokens(tokenizer),
         )
         ids = zip(sampled.token_ids, sampled.ended, strict=True)
-        found.append(replace(sampled, texts=[response_text(tokenizer, *each, start) for each in ids]))
-    return found
+        generations.append(replace(sampled, texts=[response_text(tokenizer, *response, start) for response in ids]))
+    return generations
 
 
 def prompt_tokens(tokenizer: Tokenizer, prompts: Sequence[Prompt], max_length: int) -> list[list[int]]:
@@ -271,19 +274,25 @@ class ResponseScorer:
         sides: Sequence[tuple[str | None, Generation]],
         chat_template: str | None = None,
     ) -> None:
-        """Score the responses of each (policy, responses) to the prompts: the sampled ids where the tokenizers are the same."""
-        found: dict[tuple[str, str], Scored] = {}
-        for policy, own in sides:
+        """Score each (policy, responses) to the prompts: the sampled ids where the tokenizers are the same."""
+        unscored: dict[tuple[str, str], Scored] = {}
+        for policy, generation in sides:
             shared = policy is not None and self.model.shares_token_ids(load_tokenizer(policy, chat_template))
-            rows = zip(self._keys(prompts, own.texts), own.texts, own.token_ids, own.ended, strict=True)
+            rows = zip(
+                self._keys(prompts, generation.texts),
+                generation.texts,
+                generation.token_ids,
+                generation.ended,
+                strict=True,
+            )
             for i, (key, text, ids, ended) in enumerate(rows):
                 if key not in self.scores:
-                    found.setdefault(key, (i, text, ids if shared else None, ended))
-        if found:
+                    unscored.setdefault(key, (i, text, ids if shared else None, ended))
+        if unscored:
             self.model.model.to(best_device())
-            scores = score_responses(self.model, prompts, list(found.values()), self.max_length)
+            scores = score_responses(self.model, prompts, list(unscored.values()), self.max_length)
             self.model.model.to("cpu")
-            self.scores |= dict(zip(found, scores, strict=True))
+            self.scores |= dict(zip(unscored, scores, strict=True))
 
     def _keys(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[tuple[str, str]]:
         names = [hash_of([prompt.prompt, prompt.tools]) for prompt in prompts]
@@ -296,18 +305,19 @@ class ResponseScorer:
 def write_responses(
     output: Path, prompts: Sequence[Prompt], responses: Responses, source: Mapping[str, object]
 ) -> None:
-    """Write the responses, and the prompts, models and settings that they were sampled from, as JSON values by content."""
+    """Write the responses and the prompts, models and settings that they come from, as JSON values by content."""
     rows = []
     for i, prompt in enumerate(prompts):
         columns = {
-            column: {name: getattr(own, part)[i] for name, own in responses.items()} for column, part in COLUMNS.items()
+            column: {name: getattr(generation, part)[i] for name, generation in responses.items()}
+            for column, part in COLUMNS.items()
         }
         rows.append({"id": prompt.row_id, "prompt": prompt.prompt, **columns})
     if not (output / SAMPLING).exists():  # it says that the responses are ours, also after a kill between the two files
         write_json(output / SAMPLING, {})
     write_text(output / RESPONSES, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     present = {
-        kind: {name: own for name, own in values.items() if name in responses}
+        kind: {name: value for name, value in values.items() if name in responses}
         for kind in KINDS
         if isinstance(values := source[kind], dict)
     }
@@ -320,7 +330,7 @@ def note_form(output: Path, form: Path) -> None:
 
 
 def read_responses(output: Path, source: Mapping[str, object], *, by_people: bool) -> tuple[list[str], Responses]:
-    """The ids of the rows and the responses that an earlier start sampled from `source`, of the contestants that are the same.
+    """Row ids and responses that an earlier start sampled from `source`, of the contestants that are the same.
 
     Both are empty where nothing can be read again. Where verdicts of people are read, seed and type of the weights may
     be others than before.
@@ -347,8 +357,8 @@ def read_responses(output: Path, source: Mapping[str, object], *, by_people: boo
     names = [name for name in (rows[0]["responses"] if rows else ()) if name in after and before[name] == after[name]]
     kept = f", in spite of {'; '.join(changed)}" if changed and not others else ""
     new = [name for name in after if name not in names]
-    told = f"; sampled now: {', '.join(new)}" if new else ", nothing is sampled"
-    print(f"{path}: read again{kept}{told}", file=sys.stderr)
+    sampled = f"; sampled now: {', '.join(new)}" if new else ", nothing is sampled"
+    print(f"{path}: read again{kept}{sampled}", file=sys.stderr)
     return [row["id"] for row in rows], {
         name: Generation(**{part: [row[column][name] for row in rows] for column, part in COLUMNS.items()})
         for name in names
@@ -357,5 +367,5 @@ def read_responses(output: Path, source: Mapping[str, object], *, by_people: boo
 
 def _contestants(source: Mapping[str, object]) -> dict[str, list[object]]:
     """Contestant -> its kind, and what its responses come from."""
-    kinds = [(kind, own) for kind in KINDS if isinstance(own := source.get(kind), dict)]
-    return {name: [kind, value] for kind, own in kinds for name, value in own.items()}
+    kinds = [(kind, contestants) for kind in KINDS if isinstance(contestants := source.get(kind), dict)]
+    return {name: [kind, value] for kind, contestants in kinds for name, value in contestants.items()}

@@ -132,7 +132,7 @@ class RewardEvalConfig(Settings):
 
 
 def run(config: RewardEvalConfig) -> Path:
-    """Accuracy of a reward model with its 95 % interval, ties counting half, that of the longer response, and its card."""
+    """A reward model's accuracy with its 95 % interval, ties counting half, that of the longer response, and a card."""
     from alignment.evaluation.report.reward_page import write_reward_page  # matplotlib, which --help does not need
 
     output = Path(config.output)
@@ -198,7 +198,7 @@ def read_preferences(data: DataConfig) -> tuple[list[tuple[str, list[Preference]
     Rows are comparisons where they have chosen and rejected, else rankings.
     """
     refuse_mixture(data)
-    found: list[tuple[str, list[Preference]]] = []
+    sources: list[tuple[str, list[Preference]]] = []
 
     def read(source: SourceConfig, left: int | None) -> ParsedRows[Preference]:
         raw = list(read_raw(source.source, str(source.split)))
@@ -208,18 +208,18 @@ def read_preferences(data: DataConfig) -> tuple[list[tuple[str, list[Preference]
             form = choose_row_format(source.source, raw, "rankings", names)
         parse = cast("Parse[Preference]", RecordParser(form, data.as_messages))
         parsed = parse_rows(raw, parse, columns=names, max_rows=left)
-        found.append((str(source.name), parsed.rows))
+        sources.append((str(source.name), parsed.rows))
         return parsed
 
     _, tally = read_sources(data.require_sources("train"), read, data.max_rows, data.on_bad_row)
     print_tally("comparisons", tally)
-    return found, tally
+    return sources, tally
 
 
 def encode_preferences(
     sources: Sequence[tuple[str, list[Preference]]], model: RewardModel, max_length: int
 ) -> tuple[list[EncodedRow], Tally]:
-    """The rows as the model reads them, an encoder's special tokens included; and the counts of dropped and cut rows."""
+    """The rows as the model reads them, an encoder's special tokens included, and counts of dropped and cut rows."""
     encode = encode_responses if model.is_encoder else tokenize_responses
     encoded = []
     tally = Tally()
@@ -249,12 +249,12 @@ def as_encoded(example: Example, is_encoder: bool) -> list[Encoded]:
 
 
 def score_preferences(rows: Sequence[EncodedRow], model: RewardModel) -> list[ScoredGroup]:
-    """The rows with the model's scores; a length is that of the response with its end token, of an encoder's text all."""
+    """The rows with the model's scores; a length is that of the response with end token, of an encoder's text all."""
     texts = [text for row in rows for text in as_encoded(row.example, model.is_encoder)]
-    found = model.combined(model.calibration.apply(score_encoded(model.model, texts)))
+    combined = model.combined(model.calibration.apply(score_encoded(model.model, texts)))
     names = [row.record.row_id for row in rows for _ in row.example.documents]
-    check_numbers(found, names.__getitem__, "the score of a response")
-    scores = iter(found.tolist())
+    check_numbers(combined, names.__getitem__, "the score of a response")
+    scores = iter(combined.tolist())
     return [
         ScoredGroup(
             source=row.source,
@@ -294,7 +294,10 @@ def _results(rows: Sequence[EncodedRow], groups: Sequence[ScoredGroup]) -> Figur
 
 
 def _figures(config: RewardEvalConfig, groups: Sequence[ScoredGroup], gain: float) -> Figures:
-    """Accuracy, reliability (of scores before normalization by `gain`, as in training) and length, of all rows and of each source."""
+    """Accuracy, reliability and length, of all rows and of each source.
+
+    Reliability is that of scores before normalization by `gain`, as in training.
+    """
     names = dict.fromkeys(group.source for group in groups)
     by_source = {name: [group for group in groups if group.source == name] for name in names}
     parts = {"all": groups, **(by_source if len(by_source) > 1 else {})}
@@ -326,7 +329,7 @@ def _sampled_curve(own: BestOfNConfig, weights: WeightsConfig, model: RewardMode
     """The curve on a policy's samples."""
     n = own.samples
     max_length = own.prompts.max_length
-    [found] = sample_responses(
+    [samples] = sample_responses(
         own.policy,
         [prompt for prompt in prompts for _ in range(n)],
         [SamplingConfig(own.max_new_tokens, own.temperature, seed=own.seed)],
@@ -337,16 +340,18 @@ def _sampled_curve(own: BestOfNConfig, weights: WeightsConfig, model: RewardMode
         counts_of="best_of_n.prompts",
         way_out="lower best_of_n.max_new_tokens or best_of_n.prompts.max_length",
     )
-    responses = [(i // n, text, None, end) for i, (text, end) in enumerate(zip(found.texts, found.ended, strict=True))]
+    responses = [
+        (i // n, text, None, end) for i, (text, end) in enumerate(zip(samples.texts, samples.ended, strict=True))
+    ]
     scores = score_responses(model, prompts, responses, max_length)
     if own.judge_model is None:
-        gold = gold_score([str(prompts[i].prompt) for i, *_ in responses], found.texts)
+        gold = gold_score([str(prompts[i].prompt) for i, *_ in responses], samples.texts)
     else:
         judge = load_reward_model(own.judge_model, weights.dtype, best_device(), quantize=weights.quantize)
         gold = score_responses(judge, prompts, responses, max_length)
     picked, true = ([values[i : i + n] for i in range(0, len(values), n)] for values in (scores, gold))
     curve = best_of_n_curve(picked, true, powers_of_two(n), seed=own.seed)
-    ended_share = sum(found.ended) / len(responses)
+    ended_share = sum(samples.ended) / len(responses)
     return {"policy": own.policy, "judge": own.judge_model or "gold", "ended_share": ended_share, "curve": curve}
 
 
@@ -360,8 +365,8 @@ def sample_texts_evenly(
     drawn = {round(position) for position in np.linspace(0, len(rows) - 1, min(count, len(rows)))} if count else set()
     texts = []
     pairs = []
-    for number in sorted(drawn):
-        example = rows[number].example
+    for index in sorted(drawn):
+        example = rows[index].example
         start = len(texts)
         texts += as_encoded(example, is_encoder)
         ranks = example.values["ranks"]
@@ -381,7 +386,7 @@ def scores_in_other_forms(model: RewardModel, texts: Sequence[Encoded]) -> dict[
 def _padded_scores(model: RewardModel, texts: Sequence[Encoded], side: str) -> Tensor:
     """Raw scores of texts in rectangles of `PADDED_ROWS` rows with padding on one side, by each member, [n, k]."""
     device = next(model.model.parameters()).device
-    found = []
+    scores = []
     for start in range(0, len(texts), PADDED_ROWS):
         group = texts[start : start + PADDED_ROWS]
         columns = (
@@ -392,8 +397,8 @@ def _padded_scores(model: RewardModel, texts: Sequence[Encoded], side: str) -> T
         rectangles = [
             pad_sequence([torch.tensor(row) for row in rows], True, fill, side).to(device) for rows, fill in columns
         ]
-        found.append(_padded_logits(model.model, *rectangles).float().cpu())
-    return torch.cat(found)
+        scores.append(_padded_logits(model.model, *rectangles).float().cpu())
+    return torch.cat(scores)
 
 
 def _padded_logits(network: nn.Module, ids: Tensor, mask: Tensor, segments: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The figures of a reward model's card, as pure functions of scores; see reward_accuracy.py and report/reward_page.py."""
+"""Figures of a reward model's card, as pure functions of scores; see reward_accuracy.py and report/reward_page.py."""
 
 import math
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ class Pairs(NamedTuple):
 
 def pairs_of(groups: Sequence[ScoredGroup]) -> Pairs:
     """All ordered pairs of the groups; responses that the annotators tied make none."""
-    numbers = {key: number for number, key in enumerate(dict.fromkeys(group.prompt for group in groups))}
+    numbers = {key: index for index, key in enumerate(dict.fromkeys(group.prompt for group in groups))}
     rows = [
         (group.scores[i], group.scores[i] - group.scores[j], group.lengths[i] - group.lengths[j], numbers[group.prompt])
         for group in groups
@@ -60,18 +60,18 @@ def clustered_rate(verdicts: np.ndarray, prompts: np.ndarray) -> Figures | None:
     """
     if not len(verdicts):
         return None
-    found = win_rate(verdicts.tolist(), clusters=prompts.tolist())
-    clustered = f"Tango's of {found.effective:.1f} effective pairs, clustered by prompt"
-    name = "Tango's score interval, pairs independent" if found.clusters == found.n else clustered
+    estimate = win_rate(verdicts.tolist(), clusters=prompts.tolist())
+    clustered = f"Tango's of {estimate.effective:.1f} effective pairs, clustered by prompt"
+    name = "Tango's score interval, pairs independent" if estimate.clusters == estimate.n else clustered
     return {
-        "rate": found.rate,
-        "low": found.low,
-        "high": found.high,
-        "n": found.n,
-        "wins": found.wins,
-        "losses": found.losses,
-        "ties": found.ties,
-        "prompts": found.clusters,
+        "rate": estimate.rate,
+        "low": estimate.low,
+        "high": estimate.high,
+        "n": estimate.n,
+        "wins": estimate.wins,
+        "losses": estimate.losses,
+        "ties": estimate.ties,
+        "prompts": estimate.clusters,
         "interval": name,
     }
 
@@ -94,7 +94,7 @@ def accuracy_figures(groups: Sequence[ScoredGroup]) -> Figures:
 
 
 def k_way_figures(groups: Sequence[ScoredGroup]) -> Figures | None:
-    """Of groups of K > 2: how often the highest score is (among) the annotators' best, and the correlation of the orders.
+    """Share of groups of K > 2 whose highest score is (among) the annotators' best, and the correlation of the orders.
 
     Of several highest scores the share that is among the best counts. Chance is the share of best ones among the K. The
     interval is Wilson's, of as many trials as there are prompts, since groups of a prompt are not independent.
@@ -126,8 +126,8 @@ def k_way_figures(groups: Sequence[ScoredGroup]) -> Figures | None:
 def reliability(margins: np.ndarray, *, bins: int = 10) -> Figures:
     """Predicted probabilities of a preference against the observed share, expected calibration error and Brier score.
 
-    The prediction is sigmoid(|margin|), in [1/2, 1], that the higher score is the chosen one: both orders of a pair say the
-    same. ECE is the mean over pairs of |observed share - mean prediction| of their bin, Brier's score the mean of
+    The prediction is sigmoid(|margin|), in [1/2, 1], that the higher score is the chosen one: both orders of a pair say
+    the same. ECE is the mean over pairs of |observed share - mean prediction| of their bin, Brier's score the mean of
     (1 - sigmoid(margin))^2. The margins [n] are score(chosen) - score(rejected) on the scale of training, the bins of
     equal width between 1/2 and 1.
 
@@ -137,10 +137,10 @@ def reliability(margins: np.ndarray, *, bins: int = 10) -> Figures:
 
     confidence = expit(np.abs(margins))
     right = outcomes(margins)
-    number = np.minimum(((confidence - 0.5) * 2 * bins).astype(int), bins - 1)
+    bin_indices = np.minimum(((confidence - 0.5) * 2 * bins).astype(int), bins - 1)
     table = []
     for index in range(bins):
-        inside = number == index
+        inside = bin_indices == index
         table.append(
             {
                 "low": 0.5 + index / (2 * bins),
@@ -155,7 +155,7 @@ def reliability(margins: np.ndarray, *, bins: int = 10) -> Figures:
 
 
 def length_figures(pairs: Pairs) -> Figures:
-    """Effect of length on scores: slope per 100 tokens within prompts, correlation, accuracy where the chosen is longer.
+    """Effect of length on scores: slope per 100 tokens within prompts, correlation, accuracy if the chosen is longer.
 
     Slope of score differences on differences of length through the origin, b = sum(x y) / sum(x^2) with x in 100
     tokens; its interval takes the cluster-robust error of prompts, and is None where fewer than two of them have pairs
@@ -209,7 +209,7 @@ def best_of_n_curve(
 
 
 def score_changes(base: Tensor, other: Tensor, pairs: Sequence[tuple[int, int]]) -> Figures:
-    """Largest and mean change of scores [n] of the same texts, and the share of pairs of texts (indices) that change order."""
+    """Largest and mean change of scores [n] of the same texts, and share of text pairs (indices) that change order."""
     change = (other.double() - base.double()).abs()
     deviation = float(base.double().std(correction=0))
     first, second = np.array(pairs, int).reshape(-1, 2).T

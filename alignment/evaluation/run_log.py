@@ -1,4 +1,4 @@
-"""The files of a run: its record, its logs as rows, and metrics as columns with the statistics that symptoms are judged by."""
+"""A run's files: record, logs as rows, and metrics as columns with the statistics that symptoms are judged by."""
 
 import math
 from collections import defaultdict
@@ -93,7 +93,7 @@ def window_sums(values: Sequence[float] | np.ndarray, width: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class RunLog:
-    """Stage and config.yaml of a run, finite values of each metric, the steps at which one was not finite, samples.jsonl."""
+    """A run's stage and config.yaml, each metric's finite values, the steps where one was not finite, samples.jsonl."""
 
     stage: str
     config: Mapping[str, Any]
@@ -104,8 +104,8 @@ class RunLog:
 
     def series_of(self, name: str) -> Series | None:
         """A metric with lines enough to judge its course; None where it has fewer."""
-        found = self.series.get(name)
-        return found if found is not None and len(found.values) >= ENOUGH else None
+        series = self.series.get(name)
+        return series if series is not None and len(series.values) >= ENOUGH else None
 
     def setting(self, key: str) -> Any:
         """The value of a dotted key; None where the config has none."""

@@ -1,4 +1,4 @@
-"""Win rates of models against a baseline (`alignment evaluate winrate`): sample their responses, measure them, judge them."""
+"""Win rates of models against a baseline (`alignment evaluate winrate`): sample, measure and judge their responses."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -116,7 +116,7 @@ def seed_rounds(plan: WinRateConfig, name: str) -> list[tuple[str, WinRateConfig
 
 def check_models(config: WinRateConfig) -> dict[str, str | None]:
     """Hash of every model's files by its name in the config; a missing model and a KL that there is not are refused."""
-    choosers = [own.reward_model for own in config.best_of.values()]
+    choosers = [settings.reward_model for settings in config.best_of.values()]
     sources = [*map(config.checkpoint, config.models), *config.scoring_models, *config.judging_models, *choosers]
     for source in sources:
         find_directory(source)
@@ -153,7 +153,7 @@ def measure_responses(
     texts: Sequence[Text] | None,
     log_probs: Mapping[str, torch.Tensor],
 ) -> dict[str, Any]:
-    """Lengths, gold parts, proxy score, KL from the reference and text loss of a contestant, with intervals of means."""
+    """A contestant's lengths, gold parts, proxy score, KL from the reference and text loss, with intervals of means."""
     generation = responses[name]
     count = len(prompts)
     clusters = [str(prompt.prompt) for prompt in prompts]
@@ -203,24 +203,24 @@ def means_over_seeds(seeds: Sequence[Mapping[str, object]]) -> dict[str, Any]:
 def cut_warnings(config: WinRateConfig, models: Mapping[str, Mapping[str, float]]) -> list[str]:
     """In words: contestants many of whose responses were cut at `max_new_tokens`, so that beginnings are judged."""
     return [
-        f"{name}: {1 - own['ended_share']:.0%} of the responses are cut at max_new_tokens={config.max_new_tokens} and "
-        "judged so; raise it"
-        for name, own in models.items()
-        if own.get("ended_share", 1) < ENDED
+        f"{name}: {1 - figures['ended_share']:.0%} of the responses are cut at max_new_tokens={config.max_new_tokens} "
+        "and judged so; raise it"
+        for name, figures in models.items()
+        if figures.get("ended_share", 1) < ENDED
     ]
 
 
 def log_ratios(config: WinRateConfig, generation: Generation, prompts: list[Prompt]) -> list[float]:
-    """log p - log p_ref of each whole response, nats; the mean over the model's own samples is the KL from the reference."""
+    """log p - log p_ref per whole response, nats; its mean over the model's own samples is KL from the reference."""
     source = config.checkpoint(str(config.measured_from))
     responses = generation.token_ids
     tokenizer = load_tokenizer(source, config.chat_template)
     tokenize = preparation_for(source, "prompts").tokenize
     heads = [example.ids for example in tokenize(prompts, tokenizer, config.data.max_length)[0]]
     documents = [[*head, *response] for head, response in zip(heads, responses, strict=True)]
-    masks = [[False] * len(head) + [True] * len(own) for head, own in zip(heads, responses, strict=True)]
-    own = torch.tensor([sum(values) for values in generation.log_probs], dtype=torch.float64)
-    ratios = own - masked_log_probs(_load(config, str(config.measured_from)), documents, masks)
+    masks = [[False] * len(head) + [True] * len(response) for head, response in zip(heads, responses, strict=True)]
+    policy_log_probs = torch.tensor([sum(values) for values in generation.log_probs], dtype=torch.float64)
+    ratios = policy_log_probs - masked_log_probs(_load(config, str(config.measured_from)), documents, masks)
     check_numbers(ratios, lambda i: prompts[i].row_id, f"the log-probability by {source}")
     return ratios.tolist()
 
@@ -271,12 +271,12 @@ def judge_responses(
         if config.reward_models:
             members = {source: score_judge(scorers[source], config.tie_margin) for source in config.reward_models}
             rates = {
-                source: rate_over_seeds(compare(*pairs, each, max_failed_share=config.max_failed_share), prompts)
-                for source, each in members.items()
+                source: rate_over_seeds(compare(*pairs, member, max_failed_share=config.max_failed_share), prompts)
+                for source, member in members.items()
             }
-            found = [rate["rate"] for rate in rates.values()]
-            figures[name] |= {"by_judge": rates, "judge_spread": max(found) - min(found)}
-    tests = [own["sign_test"] for own in figures.values()]
+            win_rates = [rate["rate"] for rate in rates.values()]
+            figures[name] |= {"by_judge": rates, "judge_spread": max(win_rates) - min(win_rates)}
+    tests = [model_figures["sign_test"] for model_figures in figures.values()]
     for test, adjusted in zip(tests, holm([test["p"] for test in tests]), strict=True):
         test["holm"] = adjusted
     if isinstance(judge, PeopleJudge):

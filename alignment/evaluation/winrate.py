@@ -85,12 +85,12 @@ def win_rate(
     losses = sum(verdict < TIE for verdict in verdicts)
     rate = sum(verdicts) / n
     values = np.asarray(verdicts, float)
-    error, number = clustered_error(values, clusters, tosses=inconsistent)
+    error, cluster_count = clustered_error(values, clusters, tosses=inconsistent)
     spread = float(((values - rate) ** 2).sum()) + inconsistent / 4  # a toss of a coin varies by 1/4
     effective = float(n)
-    if number < n:
+    if cluster_count < n:
         apart = clustered_error(values, clusters)[0] > 0  # else each cluster counts as one item
-        effective = min(spread / n / error**2, n) if apart else float(number)
+        effective = min(spread / n / error**2, n) if apart else float(cluster_count)
     decided = (n - inconsistent) / n
     # where nothing is known
     low = 0.0
@@ -104,14 +104,23 @@ def win_rate(
         low = max(rate - Z_95 * error, 0.0)
         high = min(rate + Z_95 * error, 1.0)
     return WinRate(
-        rate, low, high, n, wins, losses, n - wins - losses, error if number > 1 else None, number, effective
+        rate,
+        low,
+        high,
+        n,
+        wins,
+        losses,
+        n - wins - losses,
+        error if cluster_count > 1 else None,
+        cluster_count,
+        effective,
     )
 
 
 def clustered_error(
     values: np.ndarray, clusters: Sequence[Hashable] | None = None, *, tosses: float = 0
 ) -> tuple[float, int]:
-    """Standard error of the mean of values [n], rows of one cluster not being independent; and the number of clusters G.
+    """Standard error of the mean of values [n] that are dependent within a cluster, and the number of clusters G.
 
     variance = [G/(G-1) sum_g (sum_i (v_i - mean))^2 + tosses / 4] / n^2, the i being the rows of cluster g; where each
     row is its own cluster that is the usual one. `tosses` is the number of values 1/2 that stand for an independent
@@ -122,16 +131,16 @@ def clustered_error(
     numbers = cluster_numbers(range(len(values)) if clusters is None else clusters)
     if len(numbers) != len(values):
         raise UserError(f"clusters has {len(numbers)} names for {len(values)} rows; give one for each row")
-    number = int(numbers.max()) + 1
-    if number == 1:
+    cluster_count = int(numbers.max()) + 1
+    if cluster_count == 1:
         return 0.0, 1
     deviations = values - values.mean()
     sums = np.bincount(numbers, deviations)
     squares = float(sums @ sums)
     if squares <= 1e-12 * (deviations @ deviations) + 1e-24 * (values @ values):
         squares = 0.0
-    variance = number / (number - 1) * squares + tosses / 4
-    return math.sqrt(variance) / len(values), number
+    variance = cluster_count / (cluster_count - 1) * squares + tosses / 4
+    return math.sqrt(variance) / len(values), cluster_count
 
 
 def cluster_numbers(clusters: Sequence[Hashable]) -> np.ndarray:
@@ -141,7 +150,7 @@ def cluster_numbers(clusters: Sequence[Hashable]) -> np.ndarray:
 
 
 def sign_test(wins: int, losses: int) -> float:
-    """Two-sided p-value of wins and losses being equally likely, ties left out: the exact binomial test; 1 of no items."""
+    """Two-sided p-value of equally likely wins and losses, without ties: the exact binomial test; 1 of no items."""
     from scipy.stats import binomtest  # a second, which few need
 
     return float(binomtest(wins, wins + losses).pvalue) if wins + losses else 1.0
@@ -161,7 +170,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def detectable_difference(n: float, *, ties: float = 0.0, power: float = 0.8) -> float | None:
-    """The smallest difference of a win rate from one half that n independent items show with this power; None where none.
+    """Smallest difference of a win rate from one half that n independent items show with this power; None where none.
 
     d sqrt(n) = 1.96 s + z sqrt(s^2 - d^2), solved for d: s^2 = (1 - ties) / 4 is the variance of a verdict at a rate of
     one half, s^2 - d^2 at 1/2 + d, and z the quantile of `power`. A rate is at most (1 - ties) / 2 from one half.
@@ -192,7 +201,11 @@ def paired_interval(wins: float, losses: float, n: float) -> tuple[float, float]
     from scipy.optimize import brentq  # a third of a second, which a run's report does not need
 
     def root(z: float, low: float, high: float) -> float:  # the true difference at which the score is z
-        return float(brentq(lambda difference: _score(wins, losses, n, difference) - z, low, high))  # pyright: ignore[reportArgumentType]
+        return float(
+            brentq(  # pyright: ignore[reportArgumentType]
+                lambda difference: _score(wins, losses, n, difference) - z, low, high
+            )
+        )
 
     difference = (wins - losses) / n
     low = -1.0 if difference == -1 else root(Z_95, -1 + 1e-12, difference)
@@ -214,10 +227,10 @@ def _score(wins: float, losses: float, n: float, difference: float) -> float:
 
 def mean_interval(values: Sequence[float], clusters: Sequence[Hashable] | None = None) -> list[float] | None:
     """95 % interval of a mean, +- 1.96 standard errors, see `clustered_error`; None where the error is not known."""
-    error, number = clustered_error(np.asarray(values, float), clusters)
+    error, cluster_count = clustered_error(np.asarray(values, float), clusters)
     if error == 0:
         return None
-    if number == len(values):
+    if cluster_count == len(values):
         error = stdev(values) / math.sqrt(len(values))
     return [fmean(values) - Z_95 * error, fmean(values) + Z_95 * error]
 
@@ -252,5 +265,5 @@ def accuracy_gain(
     `clusters` are as of `win_rate`.
     """
     leads = [(1 + ours - theirs) / 2 for ours, theirs in zip(right, baseline, strict=True)]
-    found = win_rate(leads, clusters=clusters)
-    return {"difference": 2 * found.rate - 1, "low": 2 * found.low - 1, "high": 2 * found.high - 1}
+    estimate = win_rate(leads, clusters=clusters)
+    return {"difference": 2 * estimate.rate - 1, "low": 2 * estimate.low - 1, "high": 2 * estimate.high - 1}

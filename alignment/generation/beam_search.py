@@ -74,19 +74,19 @@ def beam_search(
     Source: Wu et al. 2016, arXiv:1609.08144, section 7, with the plain power of the length as its penalty.
     """
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-    found: dict[int, tuple[list[int], list[float]]] = {}
+    responses: dict[int, tuple[list[int], list[float]]] = {}
     for start in range(0, len(order), batch_size):
         group = order[start : start + batch_size]
         searched = _search_group(model, [prompts[i] for i in group], config, stop_ids, start_token, known=vocabulary)
         rows = (column[:, 0].tolist() for column in searched[1:])
         for i, tokens, log_probs, length in zip(group, *rows, strict=True):
-            found[i] = tokens[:length], log_probs[:length]
+            responses[i] = tokens[:length], log_probs[:length]
         # A hypothesis with NaN is the best one: `topk` takes NaN for the largest number.
-        broken = {i: list(map(math.isnan, found[i][1])) for i in group}
-        check_failed({i: each.index(True) + 1 for i, each in broken.items() if any(each)})
-    token_ids = [found[i][0] for i in range(len(prompts))]
+        broken = {i: list(map(math.isnan, responses[i][1])) for i in group}
+        check_failed({i: flags.index(True) + 1 for i, flags in broken.items() if any(flags)})
+    token_ids = [responses[i][0] for i in range(len(prompts))]
     ended = [tokens[-1] in set(stop_ids) for tokens in token_ids]
-    return Generation([], token_ids, [found[i][1] for i in range(len(prompts))], ended)
+    return Generation([], token_ids, [responses[i][1] for i in range(len(prompts))], ended)
 
 
 class _Beams(NamedTuple):
@@ -139,8 +139,8 @@ def _search_group(
         )
     kept = min(max(2, 1 + len(stops)), vocabulary) * beams  # so many that at least K of them do not end
 
-    found, running = (_Beams.none(count, beams, steps, device) for _ in range(2))
-    finished = found
+    hypotheses, running = (_Beams.none(count, beams, steps, device) for _ in range(2))
+    finished = hypotheses
     live = torch.arange(count, device=device)  # the prompt that each block of K cache rows serves
     running.scores[:, 0] = 0.0  # one beam is alive at first: the others would find the same
     rows = live.repeat_interleave(beams)
@@ -166,7 +166,7 @@ def _search_group(
             if not len(going := (~done).nonzero().squeeze(1)):
                 break
             if len(going) <= 0.75 * len(done):
-                found.put(live, finished)
+                hypotheses.put(live, finished)
                 live = live[going]
                 rows = rows[going]
                 done = done[going]
@@ -177,14 +177,14 @@ def _search_group(
         newest = running.tokens[..., step].flatten()
         history.append(torch.arange(len(newest), device=device), newest)
         logits = model.decode(newest, cache)
-    found.put(live, finished)
-    return found
+    hypotheses.put(live, finished)
+    return hypotheses
 
 
 def _prefill(
     model: Model, prompts: list[Sequence[int]], steps: int, start_token: int | None
 ) -> tuple[Cache | ExternalCache, Tensor, TokenHistory]:
-    """Run the prompts through the model: its cache, logits of each response's first token, [B, V], and the tokens so far."""
+    """Run the prompts through the model: its cache, logits of each response's first token [B, V], the tokens so far."""
     device = next(model.parameters()).device
     continued = prompts if start_token is None else [[start_token]] * len(prompts)
     history = TokenHistory(device)
@@ -208,7 +208,7 @@ def _processed(logits: Tensor, history: TokenHistory, config: BeamConfig) -> Ten
 
 
 def _extend(running: _Beams, log_probs: Tensor, kept: int, step: int) -> tuple[_Beams, Tensor]:
-    """The `kept` best one-token extensions [B, C], best first by the sum of log-probabilities, and the beam each continues.
+    """The `kept` best one-token extensions [B, C], best first by summed log-probabilities, and the beam each continues.
 
     `log_probs` are of every next token, [B, K, V].
     """

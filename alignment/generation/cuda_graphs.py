@@ -60,7 +60,7 @@ class GraphedDecoder:
     def _capture(self, tokens: Tensor, cache: Cache) -> Captured:
         lengths = cache.lengths.clone()
         longest = cache.longest
-        own = cache.lengths
+        saved_lengths = cache.lengths
         inputs = tokens.clone()
         made = list[Tensor]()
 
@@ -69,7 +69,7 @@ class GraphedDecoder:
             made[:] = self._model.decode(inputs, cache), cache.lengths
 
         replay, self._pool = capture(step, self._pool)
-        cache.lengths = own
+        cache.lengths = saved_lengths
         cache.longest = longest
         tables = [rotary.table for rotary in self._model.trunk.position_modules.rotaries.values()]  # longer ones follow
         return Captured(inputs, lengths, replay, *made, held=[cache.keys[0], *tables])

@@ -115,7 +115,7 @@ class DecodingEngine:
         return len(self._waiting) + self._live()
 
     def add(self, request: DecodingRequest) -> int:
-        """Let a request wait for a free row; returns its number. UserError where it does not fit the model's positions."""
+        """Let a request wait for a free row and return its number; UserError where it exceeds the model's positions."""
         if request.stop and self._tokenizer is None:
             raise ValueError("stop strings need an engine with a tokenizer")
         self.expect(request.prompt, request.sampling.max_new_tokens + self._model.adapter_tokens(request.adapter))
@@ -136,16 +136,16 @@ class DecodingEngine:
 
     def cancel(self, number: int) -> None:
         """Forget a request, whether it waits or runs; one that has finished is no error."""
-        if found := next((each for each in self._waiting if each.number == number), None):
-            self._waiting.remove(found)
-            self._waiting_prompts -= Counter([_prompt_of(found.request)])
+        if waiting := next((row for row in self._waiting if row.number == number), None):
+            self._waiting.remove(waiting)
+            self._waiting_prompts -= Counter([_prompt_of(waiting.request)])
         for slot, running in enumerate(self.running):
             if running is not None and running.number == number:
                 self.running[slot] = None
                 running.finish = "cancelled"
 
     def step(self) -> list[TokenEvent]:
-        """One forward pass: prefills waiting prompts where enough rows are free, else decodes a token for each request."""
+        """One forward pass: prefill waiting prompts where enough rows are free, else decode a token per request."""
         if self._may_admit():
             self._admit()
         elif self._live():
@@ -159,7 +159,7 @@ class DecodingEngine:
         `largest`: see `decode_responses`; `idle_room` tokens have room in a row that is decoded for other ranks' sake
         alone.
         """
-        everyone = {each.number: each for each in [*self._waiting, *self.running] if each is not None}
+        everyone = {row.number: row for row in [*self._waiting, *self.running] if row is not None}
         with decoding_weights(self._model):
             if largest is not None:
                 self._run_with_others(largest, idle_room)
@@ -266,8 +266,8 @@ class DecodingEngine:
             self._collect()
 
     def _collect(self, *, events: bool = False) -> list[TokenEvent]:
-        """Hand the drawn tokens to their requests, and with `events` return them; rows of those that have ended are free."""
-        found = [event for step in _read(self._unseen) for event in _hand_out(*step, with_events=events)]
+        """Hand the drawn tokens to their requests, and with `events` return them; rows of ended requests are free."""
+        token_events = [event for step in _read(self._unseen) for event in _hand_out(*step, with_events=events)]
         self._unseen.clear()
         for slot, row in enumerate(self.running):
             if row is not None and row.finish is not None:
@@ -277,7 +277,7 @@ class DecodingEngine:
             if not self._waiting or not self._filler.continuous:
                 self._compact()
             self._filler.release([slot for slot, row in enumerate(self.running) if row is None])
-        return found
+        return token_events
 
     def _compact(self) -> None:
         """Drop free rows where they are many, or at once where their documents would outgrow the cache."""
@@ -329,20 +329,20 @@ def _hand_out(
     """The events of drawn tokens, where they are wanted; tokens that a request drew behind its end are dropped."""
     likeliest = None if drawn.alternatives is None else [part.tolist() for part in drawn.alternatives]
     events = []
-    for number, row in enumerate(drawn.rows):
+    for index, row in enumerate(drawn.rows):
         if row is None or row.finish is not None:
             continue
-        if not math.isfinite(log_probs[number]):
-            events.append(row.fail(tokens[number]))
+        if not math.isfinite(log_probs[index]):
+            events.append(row.fail(tokens[index]))
             continue
         if not with_events and row.text is None:
-            row.extend(tokens[number], log_probs[number])
+            row.extend(tokens[index], log_probs[index])
             continue
         alternatives = ()
         if likeliest is not None:
             wanted = row.request.alternatives
-            alternatives = tuple(zip(likeliest[0][number][:wanted], likeliest[1][number][:wanted], strict=True))
-        events.append(row.accept(tokens[number], log_probs[number], alternatives))
+            alternatives = tuple(zip(likeliest[0][index][:wanted], likeliest[1][index][:wanted], strict=True))
+        events.append(row.accept(tokens[index], log_probs[index], alternatives))
     return events
 
 
@@ -407,11 +407,11 @@ def decode_responses(
             engine.expect(prompts[order[-1]], config.max_new_tokens)
         request = partial(DecodingRequest, sampling=config, stop_ids=stop_ids, stop=stop)
         added = [engine.add(request(prompts[i], row=numbers[i], adapter=named[i])) for i in order]
-        found = engine.run(largest, idle_room=1 + config.max_new_tokens)
+        by_number = engine.run(largest, idle_room=1 + config.max_new_tokens)
     except torch.OutOfMemoryError as error:
         longest = max(map(len, prompts)) + config.max_new_tokens
         raise UserError(OUT_OF_MEMORY.format(count=min(batch_size, len(prompts)), longest=longest)) from error
-    by_prompt = dict(zip(order, (found[number] for number in added), strict=True))
+    by_prompt = dict(zip(order, (by_number[request_number] for request_number in added), strict=True))
     check_failed({numbers[i]: len(row.tokens) + 1 for i, row in by_prompt.items() if row.finish == "error"})
     ordered = [by_prompt[i] for i in range(len(prompts))]
     return Generation(

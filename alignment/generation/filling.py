@@ -1,4 +1,4 @@
-"""Fills the rows of a decoding cache with prompts; equal prompts are computed once. The tokens after them: engine.py."""
+"""Fills the rows of a decoding cache with prompts, equal prompts computed once. The tokens after them: engine.py."""
 
 from collections.abc import Container, Sequence
 from typing import NamedTuple
@@ -44,13 +44,13 @@ class PromptFiller:
     def fill(
         self, prompts: Sequence[PromptKey], slots: Sequence[int], *, rows: int, room: int, waiting: Container[PromptKey]
     ) -> Tensor:
-        """Put prompts into the rows `slots` of a cache of `rows` rows with room for `room` tokens; logits after each, [B, V].
+        """Put prompts into rows `slots` of a cache with `rows` rows of `room` tokens; return logits after each, [B, V].
 
         `waiting` prompts will come again. Where the cache is not continuous, `slots` are all its rows from 0 on.
         """
         if self.continuous:
             return self._fill_rows(prompts, slots, self._with_room(rows, room), waiting)
-        distinct = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
+        distinct = {prompt: row for row, prompt in enumerate(dict.fromkeys(prompts))}
         self.cache = cache = self._model.new_cache(len(distinct), room)
         logits = self._prefill(list(distinct), cache)
         if len(distinct) == len(prompts):
@@ -105,9 +105,9 @@ class PromptFiller:
         fresh = [prompt for prompt in dict.fromkeys(prompts) if prompt not in self._waiting]
         for prompt in known:
             cache.load(first[prompt], self._waiting[prompt][0])
-        found = [self._waiting[prompt][1] for prompt in known]
+        logit_parts = [self._waiting[prompt][1] for prompt in known]
         if fresh:
-            found.append(self._prefill(fresh, cache, torch.tensor([first[prompt] for prompt in fresh])))
+            logit_parts.append(self._prefill(fresh, cache, torch.tensor([first[prompt] for prompt in fresh])))
         for prompt, slot in zip(prompts, slots, strict=True):
             before = self._virtual_tokens + self._model.adapter_tokens(prompt.adapter)
             self._lengths[slot] = before + len(prompt.tokens)
@@ -116,9 +116,9 @@ class PromptFiller:
             sources, targets = torch.tensor(copies, device=self._device).unbind(1)
             cache.copy(sources, targets, max(self._lengths[source] for source, _ in copies))
         cache.longest = max(self._lengths)
-        logits = found[0] if len(found) == 1 else torch.cat(found)
-        order = {prompt: number for number, prompt in enumerate([*known, *fresh])}
-        kept = {prompt: each for prompt, each in self._waiting.items() if prompt in waiting}
+        logits = logit_parts[0] if len(logit_parts) == 1 else torch.cat(logit_parts)
+        order = {prompt: position for position, prompt in enumerate([*known, *fresh])}
+        kept = {prompt: entry for prompt, entry in self._waiting.items() if prompt in waiting}
         for prompt in fresh:
             if prompt in waiting:
                 document = cache.save(first[prompt], self._lengths[first[prompt]])

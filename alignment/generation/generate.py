@@ -92,19 +92,19 @@ def _generate(
     stop_ids = sorted(stop_token_ids(tokenizer))
     if start_token is None:
         lengths = [
-            (f"prompt {number}", len(tokens) + model.adapter_tokens(adapters[number] if adapters else None))
-            for number, tokens in enumerate(ids)
+            (f"prompt {index}", len(tokens) + model.adapter_tokens(adapters[index] if adapters else None))
+            for index, tokens in enumerate(ids)
         ]
         check_lengths(model, lengths, "shorten them, or lower max_new_tokens", config.max_new_tokens)
     vocabulary = known_tokens(tokenizer)
     with evaluation_mode(model):
         if isinstance(config, BeamConfig):
             prompts_at_once = max(1, batch_size // config.num_beams)
-            found = beam_search(
+            generation = beam_search(
                 model, ids, config, stop_ids, batch_size=prompts_at_once, start_token=start_token, vocabulary=vocabulary
             )
         else:
-            found = decode_responses(
+            generation = decode_responses(
                 model,
                 ids,
                 config,
@@ -116,11 +116,11 @@ def _generate(
                 adapters=adapters,
                 vocabulary=vocabulary,
             )
-    texts = found.texts or [
+    texts = generation.texts or [
         response_text(tokenizer, tokens, ended, start_token)
-        for tokens, ended in zip(found.token_ids, found.ended, strict=True)
+        for tokens, ended in zip(generation.token_ids, generation.ended, strict=True)
     ]
-    return replace(found, texts=texts)
+    return replace(generation, texts=texts)
 
 
 def decoding_config(
@@ -160,8 +160,8 @@ def read_prompts(tokenizer: Tokenizer, prompts: Sequence[Any], start_token: int 
     if any(isinstance(prompt, dict) for prompt in prompts):
         raise UserError("prompts must be a list of prompts, got the messages of one; write [messages]")
     raise_all(
-        f"prompt {number}: must be text or a list of messages, got {type(prompt).__name__}"
-        for number, prompt in enumerate(prompts)
+        f"prompt {index}: must be text or a list of messages, got {type(prompt).__name__}"
+        for index, prompt in enumerate(prompts)
         if not isinstance(prompt, (str, list, tuple))
     )
     if start_token is None:

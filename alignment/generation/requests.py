@@ -1,4 +1,4 @@
-"""Requests to the decoding engine and their responses token by token, as ids and as text. No tensors and no model here."""
+"""Requests to the decoding engine and their responses token by token, as ids and text. No tensors and no model here."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -93,7 +93,7 @@ class DecodingRequest:
 
 def check_stop(stop: Sequence[str]) -> None:
     """Raise ValueError for stop strings that are no list of texts."""
-    if isinstance(stop, str) or not all(isinstance(each, str) and each for each in stop):
+    if isinstance(stop, str) or not all(isinstance(text, str) and text for text in stop):
         raise ValueError(f"stop must be a list of texts, none of them empty, got {stop!r}")
 
 
@@ -217,7 +217,7 @@ class IncrementalText:
         self.stopped = False
 
     def push(self, token: int, *, check_stop: bool = True) -> str:
-        """The text that a further token makes certain; with `check_stop` a stop string that it completes ends the text."""
+        """The text that a further token makes certain; with `check_stop` a stop string it completes ends the text."""
         self._tokens.append(token)
         new, complete = self._new_text()
         if self._stop and check_stop and self._cut(new):
@@ -247,17 +247,17 @@ class IncrementalText:
         """True where a stop string ends in the new text; `text` is then cut before it."""
         text = self.text + new
         searched = len(self.text)
-        starts = ((each, max(0, searched - len(each) + 1)) for each in self._stop)
-        found = [position for each, start in starts if (position := text.find(each, start)) >= 0]
-        if found:
-            self.text = text[: min(found)]
+        starts = ((stop, max(0, searched - len(stop) + 1)) for stop in self._stop)
+        positions = [position for stop, start in starts if (position := text.find(stop, start)) >= 0]
+        if positions:
+            self.text = text[: min(positions)]
             self.stopped = True
         return self.stopped
 
     def _held_back(self) -> int:
         """Characters at the end that may be the beginning of a stop string."""
         for size in range(min(self._longest - 1, len(self.text)), 0, -1):
-            if any(each.startswith(self.text[-size:]) for each in self._stop):
+            if any(stop.startswith(self.text[-size:]) for stop in self._stop):
                 return size
         return 0
 

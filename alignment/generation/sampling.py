@@ -107,8 +107,8 @@ def penalize_repetition(scores: Tensor, seen: Tensor, penalty: float) -> Tensor:
     Source: Keskar et al. 2019 (CTRL), arXiv:1909.05858, section 4.1, their theta.
     """
     padded = F.pad(scores, (1, 0))  # a column for NO_TOKEN
-    found = padded.gather(1, seen + 1)
-    return padded.scatter(1, seen + 1, torch.where(found < 0, found * penalty, found / penalty))[:, 1:]
+    earlier = padded.gather(1, seen + 1)
+    return padded.scatter(1, seen + 1, torch.where(earlier < 0, earlier * penalty, earlier / penalty))[:, 1:]
 
 
 def forbid_repeated_ngrams(scores: Tensor, seen: Tensor, size: int) -> Tensor:
@@ -161,7 +161,7 @@ class RowFilters(NamedTuple):
 
 
 def row_log_probs(logits: Tensor, filters: RowFilters) -> Tensor:
-    """`sampling_log_probs` of fp32 logits [B, V] with settings of their own for each row, after the logits processors."""
+    """`sampling_log_probs` of fp32 logits [B, V] with each row's own settings, after the logits processors."""
     certain = None if filters.greedy is None else greedy_log_probs(logits)
     if filters.temperature is not None:
         logits = logits / filters.temperature
@@ -181,14 +181,14 @@ def row_log_probs(logits: Tensor, filters: RowFilters) -> Tensor:
 
 
 def greedy_log_probs(logits: Tensor) -> Tensor:
-    """0 for the likeliest token and -inf for the others; NaN for it where the logits are not finite, as `log_softmax` has."""
+    """0 for the likeliest token, -inf for the others; NaN for it where logits are not finite, as in `log_softmax`."""
     likeliest = logits.argmax(-1, keepdim=True)
     largest = logits.gather(-1, likeliest)
     return torch.full_like(logits, -torch.inf).scatter(-1, likeliest, largest - largest)
 
 
 def sample_token(log_probs: Tensor, uniform: Tensor) -> Tensor:
-    """Inverse transform sampling: the token at which the cumulative probability passes `uniform`; never one of probability 0.
+    """Inverse transform sampling: the token where cumulative probability passes `uniform`, never one of probability 0.
 
     Nothing is read back, which would stall a GPU. log_probs: [B, V]; uniform: in [0, 1), [B].
     """
@@ -237,8 +237,8 @@ class RowSampler:
         self._slots = torch.tensor(range(len(rows)) if slots is None else slots, device=device)
         live = [row.request for row in rows if row is not None]
         self._with_processors = [
-            (number, row)
-            for number, row in enumerate(rows)
+            (row_index, row)
+            for row_index, row in enumerate(rows)
             if row is not None and (row.request.sampling.needs_history or row.request.sampling.min_new_tokens)
         ]
         self._greedy = all(request.sampling.temperature == 0 for request in live)
@@ -286,13 +286,13 @@ class RowSampler:
         """Logits after the processors of those rows that have any, -inf for stop tokens that would come too early."""
         groups: dict[tuple[float, int], list[int]] = {}
         forbidden: list[tuple[int, int]] = []
-        for number, row in self._with_processors:
+        for row_index, row in self._with_processors:
             sampling = row.request.sampling
             if sampling.needs_history:
                 settings = (sampling.repetition_penalty, sampling.no_repeat_ngram_size)
-                groups.setdefault(settings, []).append(number)
+                groups.setdefault(settings, []).append(row_index)
             if row.drawn < sampling.min_new_tokens:
-                forbidden += [(number, stop) for stop in row.request.stop_ids]
+                forbidden += [(row_index, stop) for stop in row.request.stop_ids]
         logits = logits.clone() if groups or forbidden else logits
         for settings, numbers in groups.items():
             assert history is not None

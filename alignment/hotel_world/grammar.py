@@ -136,7 +136,7 @@ def sample_sheet(rng: Random, *, size: int = 3, private_share: float = 0.4) -> S
 
 
 def sample_request(rng: Random, sheet: Sheet) -> Request:
-    """A guest asks for one or two topics; one in six is not on the sheet, and where there is a private fact, half ask for it."""
+    """A guest asks for one or two topics, one in six not on the sheet; if there is a private fact, half ask for it."""
     known = [name for name, _ in sheet.facts]
     unknown = [topic.name for topic in TOPICS if topic.name not in known]
     temptation = sheet.private is not None and rng.random() < 0.5
@@ -189,7 +189,7 @@ _LOCATED = re.compile(r"\b(\w+) is in room (\w+)")
 
 def find_claims(text: str) -> list[tuple[str, str]]:
     """Every (topic, value) that `text` claims, in order."""
-    return [(_OF_CLAIM[found[1].lower()], found[2]) for found in CLAIM.finditer(text)]
+    return [(_OF_CLAIM[match[1].lower()], match[2]) for match in CLAIM.finditer(text)]
 
 
 def parse_prompt(prompt: str) -> ParsedPrompt:

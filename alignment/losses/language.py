@@ -313,7 +313,7 @@ def chunked_token_log_probs(
         return of_chunk(hidden, tokens, loss)
     call = of_chunk if kept else partial(checkpoint, of_chunk, use_reentrant=False)
     parts = loss.split(chunk) if isinstance(loss, TeacherLoss) else repeat(loss)
-    pieces = [call(*each) for each in zip(hidden.split(chunk), tokens.split(chunk), parts, strict=False)]
+    pieces = [call(*inputs) for inputs in zip(hidden.split(chunk), tokens.split(chunk), parts, strict=False)]
     log_probs, entropies, losses = zip(*pieces, strict=True)
     return TokenOutputs(
         torch.cat(log_probs), torch.cat(entropies) if entropy else None, None if loss is None else torch.cat(losses)
@@ -357,7 +357,9 @@ def _float32_outputs(
 
 
 class _HeadLogProbs(torch.autograd.Function):
-    """Log-probabilities and entropies, [n], of float32 logits, hidden [n, D] weight [V, D]^T; gradients of bfloat16 products.
+    """Log-probabilities and entropies, [n], of float32 logits, hidden [n, D] weight [V, D]^T.
+
+    The gradients are of bfloat16 products.
 
     d log p(token) / d hidden = weight[token] - sum_v p(v) weight[v]
 
@@ -542,8 +544,7 @@ def label_loss(logits: Tensor, labels: Tensor) -> Tensor:
         Scalar, nats.
 
     Source: Devlin et al. 2019, arXiv:1810.04805, section 4.1 (-log softmax(C W^T) of the right class); task #2 of
-    section 3.1: class 0
-        of a pair is "B follows A", 1 "B comes from another text".
+    section 3.1: class 0 of a pair is "B follows A", 1 "B comes from another text".
     """
     return F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
 

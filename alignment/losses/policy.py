@@ -1,4 +1,4 @@
-"""The formulas of PPO and its kin: rewards, advantages with and without a value model, clipped losses, importance weights.
+"""Formulas of PPO and its kin: rewards, advantages with and without a value model, clipped losses, importance weights.
 
 Where a function takes `mask`, values in slots that do not count reach neither its result nor any gradient, be they NaN.
 The unreduced losses have no mask: select what counts (`values[mask]`) before them.
@@ -32,8 +32,7 @@ def kl_estimates(log_probs: Tensor, reference_log_probs: Tensor) -> dict[str, Te
         {"k1", "k2", "k3"}, each of the same shape; sum them over a response for the KL of responses.
 
     Source: Schulman 2020, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html; as losses: Tang and
-    Munos
-        2025, arXiv:2506.09477.
+    Munos 2025, arXiv:2506.09477.
     """
     log_ratio = log_probs - reference_log_probs
     return {"k1": log_ratio, "k2": log_ratio.square() / 2, "k3": torch.expm1(-log_ratio) + log_ratio}

@@ -209,7 +209,7 @@ def apo_down_loss(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
 
 
 def discopop_loss(chosen: Tensor, rejected: Tensor, *, beta: float, tau: float) -> Tensor:
-    """Log-ratio modulated loss, which a language model found: a logistic and an exponential cost, mixed by the margin, [B].
+    """Log-ratio modulated loss, which a language model found: logistic and exponential cost, mixed by the margin, [B].
 
     m    = beta * margin
     s    = sigmoid(m / tau)
@@ -325,7 +325,9 @@ def orpo_loss(policy_chosen_mean: Tensor, policy_rejected_mean: Tensor) -> Tenso
 
 
 def cpo_loss(policy_chosen: Tensor, policy_rejected: Tensor, *, beta: float, label_smoothing: float = 0.0) -> Tensor:
-    """CPO's preference term, one value per pair: `dpo_loss` with a uniform reference; the whole loss adds the chosen -log p.
+    """CPO's preference term, one value per pair: `dpo_loss` with a uniform reference.
+
+    The whole loss adds the chosen -log p.
 
     Source: Xu et al. 2024, arXiv:2401.08417, eq. 3.
     """
@@ -386,7 +388,7 @@ def kto_loss(
 
 
 class BatchOrder(NamedTuple):
-    """The values of a whole batch that was computed in parts, without gradient, and where a part's values are among them.
+    """Values of a whole batch computed in parts, without gradient, and where a part's values are among them.
 
     Attributes:
         first, second: all values of each kind, [n].
@@ -473,6 +475,6 @@ def rank_matches(positions: Tensor, among: Tensor, others: Tensor) -> tuple[Tens
     theirs = others.detach().sort().values
     values = among.detach()[positions]
     first = torch.searchsorted(ordered, values).clamp(max=len(theirs) - 1)
-    number = (torch.searchsorted(ordered, values, right=True) - first).clamp(min=1)
-    step = torch.arange(int(number.max()), device=values.device)[:, None]
-    return theirs[(first + step).clamp(max=len(theirs) - 1)], (step < number) / number
+    tie_count = (torch.searchsorted(ordered, values, right=True) - first).clamp(min=1)
+    step = torch.arange(int(tie_count.max()), device=values.device)[:, None]
+    return theirs[(first + step).clamp(max=len(theirs) - 1)], (step < tie_count) / tie_count

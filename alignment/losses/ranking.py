@@ -47,9 +47,9 @@ def plackett_luce_loss(scores: Tensor, ranks: Tensor, *, mask: Tensor | None = N
     Source: Plackett 1975, "The analysis of permutations", eq. 1; Luce 1959. The rule for ties follows from Luce's
         axiom, by which a choice does not depend on what else could have been chosen.
     """
-    own = torch.eye(scores.shape[-1], dtype=torch.bool, device=scores.device)
+    diagonal = torch.eye(scores.shape[-1], dtype=torch.bool, device=scores.device)
     ordered = is_preferred(ranks, mask)
-    left = scores.unsqueeze(-2).expand(ordered.shape).masked_fill(~(ordered | own), -torch.inf)
+    left = scores.unsqueeze(-2).expand(ordered.shape).masked_fill(~(ordered | diagonal), -torch.inf)
     cost = left.logsumexp(-1) - scores  # [..., K]; 0 where nothing is placed below
     return torch.where(ordered.any(-1), cost, 0.0).sum(-1)
 
@@ -145,7 +145,7 @@ def is_preferred(ranks: Tensor, mask: Tensor | None = None) -> Tensor:
 
 
 def ordered_pair_metrics(scores: Tensor, ranks: Tensor, mask: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-    """Accuracy, ties and margin over all ordered pairs, and top-1 accuracy over the prompts that have any: (sum, number).
+    """Accuracy, ties and margin over all ordered pairs, and top-1 accuracy over prompts that have any: (sum, number).
 
     Two equal scores count half in the accuracy. Of several best scores each counts its share in `top1`, which is right
     where the response is one of those placed first.
@@ -156,7 +156,7 @@ def ordered_pair_metrics(scores: Tensor, ranks: Tensor, mask: Tensor) -> dict[st
     scores = scores.detach().float()
     ordered = is_preferred(ranks, mask)
     lead = scores.unsqueeze(-1) - scores.unsqueeze(-2)
-    number = ordered.sum().float()
+    pair_count = ordered.sum().float()
     ties = (lead == 0) & ordered
     right = ((lead > 0) & ordered).sum().float() + ties.sum().float() / 2
     best = scores.masked_fill(~mask, -torch.inf)
@@ -166,9 +166,9 @@ def ordered_pair_metrics(scores: Tensor, ranks: Tensor, mask: Tensor) -> dict[st
     judged = ordered.flatten(-2).any(-1)
     top = ((best & first).sum(-1) / best.sum(-1).clamp(min=1))[judged]
     return {
-        "accuracy": (right, number),
-        "ties": (ties.sum().float(), number),
-        "margin": ((lead * ordered).sum(), number),
+        "accuracy": (right, pair_count),
+        "ties": (ties.sum().float(), pair_count),
+        "margin": ((lead * ordered).sum(), pair_count),
         "top1": (top.sum(), judged.sum().float()),
     }
 
@@ -182,7 +182,7 @@ def prompt_accuracy(scores: Tensor, ranks: Tensor, mask: Tensor) -> Tensor:
 
 
 def step_metrics(scores: Tensor, labels: Tensor) -> dict[str, Tensor]:
-    """Sums over steps of accuracy (a score of 0 counts half) and ties, and of the share of steps labeled right; [S] each."""
+    """Sums over steps of accuracy (a score of 0 counts half), ties, and the share of steps labeled right; [S] each."""
     signed = torch.where(labels, scores, -scores).detach().float()
     ties = (signed == 0).float()
     return {"accuracy": ((signed > 0).float() + ties / 2).sum(), "ties": ties.sum(), "right": labels.float().sum()}

@@ -15,8 +15,7 @@ Where to read, in order; each step needs only those before it.
    `classifiers` say what they compute from a batch. `outputs` are what they return.
 5. `build` makes a model of a config, `init_weights` initializes it, `new_weights` adds what a checkpoint does not have.
 6. `families` turns Hugging Face configs into specs and lists weight names; `LLAMA` is the shortest. `huggingface` reads
-  and
-   writes checkpoints strictly; `external` wraps transformers' own class where there is no family.
+   and writes checkpoints strictly; `external` wraps transformers' own class where there is no family.
 
 One path to follow through it all: `build.build_model({"model_type": "llama", ...})`, then `LanguageModel.outputs`,
 `Transformer.forward`, `Block.forward`, `Attention.forward`, `padded_attention`.

@@ -81,7 +81,14 @@ def _encoder_decoder_model(
     decoder = spec.decoder.build()
     if classifier is None:
         return Seq2SeqModel(encoder, decoder, _language_head(spec.decoder), config, spec)
-    return Seq2SeqClassifier(encoder, decoder, classifier.build(spec.decoder.width), config, spec, task=task)  # type: ignore[arg-type]
+    return Seq2SeqClassifier(
+        encoder,
+        decoder,
+        classifier.build(spec.decoder.width),
+        config,
+        spec,
+        task=task,  # type: ignore[arg-type]
+    )
 
 
 def _language_head(spec: TransformerSpec) -> VocabularyHead:

@@ -51,8 +51,8 @@ def _join(trunk: Transformer, changed: list[tuple[nn.Module, str, object]]) -> N
     for module in trunk.modules():
         together = _read_together(module)
         groups += [(module, "joined", together)] if together else []
-        alone = [(name, each) for name, each in module.named_children() if _is_lora(each) and each not in together]
-        groups += [(module, name, [each]) for name, each in alone if _merges(each)]
+        alone = [(name, child) for name, child in module.named_children() if _is_lora(child) and child not in together]
+        groups += [(module, name, [child]) for name, child in alone if _merges(child)]
     if sum(layer.weight.nbytes for _, _, layers in groups for layer in layers) > SMALL:
         groups = [group for group in groups if any(_is_lora(x) or x.weight.dtype != dtype for x in group[2])]
     numbers = sum(layer.weight.numel() for _, _, layers in groups for layer in layers)

@@ -13,7 +13,7 @@ from alignment.ragged import Ragged, Seq2Seq
 
 
 def add_embedding_noise(model: nn.Module, alpha: float) -> None:
-    """Add noise to the token vectors of a decoder, or of an encoder-decoder's encoder, from now on, wherever it is in training mode.
+    """From now on, add noise in training mode to the token vectors of a decoder or of an encoder-decoder's encoder.
 
     vector_t += u_t,   u_t uniform in [-1, 1] * alpha / sqrt(L * E)
 

@@ -81,10 +81,10 @@ class Seq2SeqModel(NativeModel[EncoderDecoderSpec]):
         before = select_rows(self.states(batch), batch.decoder.before)
         if return_logits:
             return LogitsOutput(head_logits(self.head, before), before)
-        found = chunked_token_log_probs(
+        token_outputs = chunked_token_log_probs(
             self.head, before, batch.decoder.target_labels, temperature=temperature, entropy=entropy, loss=token_loss
         )
-        return LanguageOutput(found.log_probs, found.entropy, losses=found.losses)
+        return LanguageOutput(token_outputs.log_probs, token_outputs.entropy, losses=token_outputs.losses)
 
     def padded_outputs(
         self, padded: Padded, decoder_input_ids: Tensor | None = None, decoder_attention_mask: Tensor | None = None
@@ -102,7 +102,7 @@ class Seq2SeqModel(NativeModel[EncoderDecoderSpec]):
         )
 
     def new_cache(self, rows: int, capacity: int) -> Cache:
-        """An empty cache for `rows` targets of up to `capacity` tokens each, the start token included; room for a prefix is added."""
+        """An empty cache for `rows` targets of up to `capacity` tokens with the start token, plus room for a prefix."""
         prefix = self.active_prefix()
         return empty_cache(self.decoder, rows, capacity + (0 if prefix is None else prefix.shape[2]))
 
@@ -169,8 +169,8 @@ def last_positions(batch: Ragged, token: int | None) -> Tensor:
     """Index of the last `token` of each document, [B]; UserError where one has none."""
     positions = torch.arange(len(batch.tokens), device=batch.tokens.device)
     rows = torch.repeat_interleave(batch.sizes, output_size=len(positions))
-    found = torch.where(batch.tokens == -1 if token is None else batch.tokens == token, positions, -1)
-    last = found.new_full((len(batch.lengths),), -1).scatter_reduce(0, rows, found, "amax")
+    token_positions = torch.where(batch.tokens == -1 if token is None else batch.tokens == token, positions, -1)
+    last = token_positions.new_full((len(batch.lengths),), -1).scatter_reduce(0, rows, token_positions, "amax")
     missing = (last < 0).nonzero().flatten().tolist()
     if missing:
         names = [batch.row_ids[row] if batch.row_ids else str(row) for row in missing[:5]]

@@ -38,7 +38,7 @@ class FrozenEmbedding(nn.Embedding):
 
 
 def frozen_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x W^T + b, [..., out], in the type of `x` or of the autocast around the call; a weight of another type is frozen."""
+    """x W^T + b, [..., out], in the type of `x` or of the surrounding autocast; a weight of another type is frozen."""
     if x.dtype == weight.dtype or torch.is_autocast_enabled(x.device.type):
         return F.linear(x, weight, bias)
     return _CastLinear.apply(x, weight, bias)
@@ -119,10 +119,10 @@ def train_in_float32(model: Frozen) -> Frozen:
     An adapter may train copies of layers that are otherwise frozen.
     """
     for module in model.modules():
-        own = [parameter for parameter in module.parameters(recurse=False) if parameter.requires_grad]
-        for parameter in own:
+        trained = [parameter for parameter in module.parameters(recurse=False) if parameter.requires_grad]
+        for parameter in trained:
             _set_type(parameter, torch.float32)
-        if own and type(module) in TRAINED_CLASSES and module.weight.dtype == torch.float32:
+        if trained and type(module) in TRAINED_CLASSES and module.weight.dtype == torch.float32:
             module.__class__ = TRAINED_CLASSES[type(module)]
     return model
 
@@ -145,18 +145,18 @@ def _set_type(parameter: nn.Parameter, dtype: torch.dtype) -> None:
 
 
 def _storable(model: nn.Module) -> set[int]:
-    """Ids of the parameters that can be held in a lower type: matrices of layers that cast them, and of no other layer."""
+    """Ids of parameters that can be held in a lower type: matrices of layers that cast them, and of no other layer."""
     kept = {id(parameter) for module in _float32_modules(model) for parameter in module.parameters()}
-    found: set[int] = set()
+    storable: set[int] = set()
     for module in model.modules():
         casts = type(module) in FROZEN_CLASSES or getattr(module, "casts_weight", False)
         for name, parameter in module.named_parameters(recurse=False):
-            (found if casts and name == "weight" else kept).add(id(parameter))
-    return found - kept
+            (storable if casts and name == "weight" else kept).add(id(parameter))
+    return storable - kept
 
 
 def _float32_modules(model: nn.Module) -> Iterator[nn.Module]:
-    """Modules of which no matrix is held in a lower type: heads of few outputs, and what transformers keeps in float32."""
+    """Modules that hold no matrix in a lower type: heads of few outputs, and what transformers keeps in float32."""
     inner = getattr(model, "inner", None)  # transformers' model in its wrapper
     if getattr(model, "task", "language") != "language":
         trunk = None if inner is None else inner.base_model

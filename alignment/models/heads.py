@@ -1,4 +1,4 @@
-"""Heads over the vocabulary and heads over classes. language_model.py, classifiers.py and encoder_decoder.py use them."""
+"""Heads over the vocabulary and over classes. language_model.py, classifiers.py and encoder_decoder.py use them."""
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,11 +21,11 @@ Pooling = Literal["first", "last", "mean"]  # which of a document's vectors a cl
 
 def score_labels(members: int = 1) -> HFConfig:
     """The keys of config.json that describe the outputs of a score head: one, or one per member of an ensemble."""
-    names = ["score"] if members == 1 else [f"score_{number}" for number in range(members)]
+    names = ["score"] if members == 1 else [f"score_{index}" for index in range(members)]
     return {
         "num_labels": members,
-        "id2label": {str(number): name for number, name in enumerate(names)},
-        "label2id": {name: number for number, name in enumerate(names)},
+        "id2label": {str(index): name for index, name in enumerate(names)},
+        "label2id": {name: index for index, name in enumerate(names)},
     }
 
 
@@ -220,6 +220,6 @@ class ClassificationHead(nn.Module):
 
 
 def float32_logits(output: nn.Linear, x: Tensor) -> Tensor:
-    """output(x) in fp32, also under autocast: scores are compared, and bfloat16's 8 bits would make ties of close ones."""
+    """output(x) in fp32, also under autocast: scores are compared, and bfloat16's 8 bits would tie close ones."""
     with torch.autocast(x.device.type, enabled=False):
         return output(x.to(output.weight.dtype)).float()

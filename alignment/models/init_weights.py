@@ -60,7 +60,9 @@ def initialize_layer(module: nn.Module, init: InitSpec | FanInInitSpec, name: st
     elif isinstance(module, RelativeBias):
         std = init.position_bias_std
     else:
-        std = init.factor * (1.0 if isinstance(module, nn.Embedding) else weight.shape[-1] ** -0.5)  # type: ignore[operator, union-attr]
+        std = init.factor * (
+            1.0 if isinstance(module, nn.Embedding) else weight.shape[-1] ** -0.5  # type: ignore[operator, union-attr]
+        )
     nn.init.normal_(weight, std=std)  # type: ignore[arg-type]
     for constant in (*([] if bias is None else [bias]), *module.buffers(recurse=False)):
         nn.init.zeros_(constant)

@@ -1,4 +1,4 @@
-"""Trunk and language head: decoders, and masked language models. Reward models and classifiers are in classifiers.py."""
+"""Trunk and language head: decoders and masked language models. Reward models and classifiers are in classifiers.py."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -66,7 +66,7 @@ class LanguageModel(NativeModel[TransformerSpec]):
         before = read.states
         if return_logits:
             return LogitsOutput(known_logits(head_logits(self.head, before), self.known_tokens), before)
-        found = chunked_token_log_probs(
+        token_outputs = chunked_token_log_probs(
             self.head,
             before,
             batch.target_labels,
@@ -79,10 +79,10 @@ class LanguageModel(NativeModel[TransformerSpec]):
             raise ValueError("the model has no value head: see attach_value_head")
         valued = float32_logits(self.value_head, before).squeeze(-1) if values and self.value_head is not None else None
         return LanguageOutput(
-            found.log_probs,
-            found.entropy,
+            token_outputs.log_probs,
+            token_outputs.entropy,
             self._balance(router_logits, read.batch) if router_logits else None,
-            losses=found.losses,
+            losses=token_outputs.losses,
             values=valued,
         )
 
@@ -107,7 +107,7 @@ class LanguageModel(NativeModel[TransformerSpec]):
         return experts.balance_coef * balance_loss(router_logits, experts.experts_per_token)
 
     def new_cache(self, rows: int, capacity: int) -> Cache:
-        """An empty cache for `rows` documents of up to `capacity` tokens each; room for a prefix or soft prompt is added."""
+        """An empty cache for `rows` documents of up to `capacity` tokens, plus room for a prefix or soft prompt."""
         return empty_cache(self.trunk, rows, capacity + self.virtual_tokens())
 
     @torch.no_grad()

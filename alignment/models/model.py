@@ -80,7 +80,7 @@ class Model(nn.Module):
         )
 
     def padded_outputs(self, padded: Padded) -> Any:
-        """The outputs of padded rows: logits of documents [B, C] as they are, of tokens as [B, T, C], zeros at padding."""
+        """Outputs of padded rows: logits of documents [B, C] as they are, of tokens as [B, T, C], zeros at padding."""
         output = self.outputs(padded.batch)
         return output if self.task == "sequence" else output._replace(logits=padded.restore(output.logits))
 
@@ -93,19 +93,19 @@ class Model(nn.Module):
         return self.soft_prompt() if self.soft_prompt is not None and self.soft_prompt_enabled else None
 
     def virtual_tokens(self) -> int:
-        """Positions that a prefix or soft prompt takes in front of every document; no weight is read, which may be sharded."""
+        """Positions that a prefix or soft prompt takes before every document; reads no weight, as it may be sharded."""
         active = ((self.prefix, self.prefix_enabled), (self.soft_prompt, self.soft_prompt_enabled))
         return sum(
             int(cast(Any, adapter).spec.tokens) for adapter, enabled in active if adapter is not None and enabled
         )
 
     def using_adapters(self, names: Sequence[str | None]) -> AbstractContextManager[None]:
-        """Within the block document i, or row i of a cache, is read with the adapter `names[i]` of `row_adapters`, None: none."""
+        """Within the block, document or cache row i is read with adapter `names[i]` of `row_adapters`, None: none."""
         list(map(self.adapter_tokens, names))  # refuses unknown names
         return nullcontext() if self.row_adapters is None else self.row_adapters.using(names)
 
     def adapter_tokens(self, name: str | None) -> int:
-        """Virtual tokens that an adapter of `row_adapters` puts in front of a document; UserError for an unknown name."""
+        """Virtual tokens that an adapter of `row_adapters` puts before a document; UserError for an unknown name."""
         adapters = {} if self.row_adapters is None else self.row_adapters.weights
         if name is not None and name not in adapters:
             raise UserError(
@@ -115,7 +115,7 @@ class Model(nn.Module):
 
 
 def start_token_of(model: Model) -> int | None:
-    """The token that begins an encoder-decoder's responses: that of its spec, else of its config; None for a decoder."""
+    """Token that begins an encoder-decoder's responses: that of its spec, else of its config; None for a decoder."""
     start = getattr(model.spec, "start_token", None)
     if start is not None or not model.config.get("is_encoder_decoder", False):
         return start

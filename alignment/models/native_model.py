@@ -21,7 +21,7 @@ Spec = TypeVar("Spec")
 
 
 class DocumentStates(NamedTuple):
-    """Hidden states [N', D] of documents, which have a soft prompt in front; indices of their own tokens, [N], None: all."""
+    """Hidden states [N', D] of documents with a soft prompt in front; indices of their own tokens, [N], None: all."""
 
     states: Tensor
     batch: Ragged
@@ -60,11 +60,11 @@ class NativeModel(Model, Generic[Spec]):
         vectors = self.active_soft_prompt()
         if vectors is None:
             return DocumentStates(stack(batch, prefix=prefix, cache=cache, rows=rows, select=select), batch, None)
-        batch, own, virtual = with_virtual_tokens(batch, len(vectors))
-        of_all = None if select is None else lambda states: select(select_rows(states, own))
+        batch, own_tokens, virtual = with_virtual_tokens(batch, len(vectors))
+        of_all = None if select is None else lambda states: select(select_rows(states, own_tokens))
         of_each = vectors.repeat(len(virtual) // len(vectors), 1)
         states = stack(batch, prefix=prefix, prompt=(virtual, of_each), cache=cache, rows=rows, select=of_all)
-        return DocumentStates(states, batch, own if select is None else None)
+        return DocumentStates(states, batch, own_tokens if select is None else None)
 
     def hidden_states(
         self,
@@ -75,7 +75,7 @@ class NativeModel(Model, Generic[Spec]):
         rows: Tensor | None = None,
         select: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
-        """Hidden states of the batch's own tokens (the selected ones) behind prefix and soft prompt, [N, D] or [M, D]."""
+        """Hidden states of the batch's own (selected) tokens behind prefix and soft prompt, [N, D] or [M, D]."""
         return self.read(stack, batch, prefix=self.active_prefix(), cache=cache, rows=rows, select=select).own_states()
 
     def checkpoint_activations(self, enabled: bool = True, keep: Keep = "nothing") -> None:

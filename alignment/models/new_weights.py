@@ -1,4 +1,4 @@
-"""Weights that a checkpoint lacks: a value or span-boundary head, rows for added tokens, a student of a teacher's layers."""
+"""Weights that checkpoints lack: value or span-boundary head, rows for added tokens, student of a teacher's layers."""
 
 import dataclasses
 

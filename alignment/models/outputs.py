@@ -33,7 +33,7 @@ def check_numbers(values: Tensor, name: Callable[[int], str], what: str) -> None
 
 
 class LanguageOutput(NamedTuple):
-    """Log-probabilities of a batch's targets, from a language model called with `batch`; nats, fp32, the rest if asked for."""
+    """Log-probabilities of the targets by a language model called with `batch`; nats, fp32; the rest on request."""
 
     log_probs: Tensor  # of each target token, [M]
     entropy: Tensor | None = None  # of the distribution behind each target, [M]; has a gradient where no loss was

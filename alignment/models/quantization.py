@@ -1,4 +1,4 @@
-"""Frozen matrices in 4 bits (NF4) or 8 bits (int8): bitsandbytes' layers in the blocks of a model, for adapters to train on.
+"""Frozen matrices in 4 bits (NF4) or 8 bits (int8): bitsandbytes' layers in a model's blocks, for adapters to train on.
 
 The weights alone are quantized. Every product is computed with the dequantized matrix in the type of its input, so that
 a result does not depend on the batch around it and is the same with and without gradients; bitsandbytes' own int8 layer
@@ -172,7 +172,7 @@ def _nf4_class() -> type[nn.Linear]:
 
         @property
         def W_q(self) -> Tensor:
-            """The quantized numbers; peft asks a layer that has this name for its matrix, and does not read it itself."""
+            """The quantized numbers; peft asks a layer with this name for its matrix, and does not read it itself."""
             return self.weight.data
 
         def dequantize(self) -> Tensor:

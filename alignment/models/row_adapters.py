@@ -58,13 +58,13 @@ class RowAdapters:
 
     def __init__(self, model: nn.Module, weights: Mapping[str, RowAdapter]):
         """Hook the adapters into their base, on whose device they lie."""
-        self.weights = {name: each._replace(updates={}) for name, each in weights.items()}
+        self.weights = {name: adapter._replace(updates={}) for name, adapter in weights.items()}
         self._each = [RowAdapter(), *self.weights.values()]
         self.documents: list[int] = []
         self.groups: list[tuple[int, int, Tensor | None, Tensor | None]] = []
         self._device = next(model.parameters()).device
-        for layer in {layer for each in weights.values() for layer in each.updates}:
-            updates = [None, *(each.updates.get(layer) for each in weights.values())]
+        for layer in {layer for adapter in weights.values() for layer in adapter.updates}:
+            updates = [None, *(adapter.updates.get(layer) for adapter in weights.values())]
             model.get_submodule(layer).register_forward_hook(StackedUpdates(self, updates, self._device))
 
     @contextmanager
@@ -88,22 +88,22 @@ class RowAdapters:
         """`NativeModel.read` of documents that have the adapters of the present `using` block."""
         if len(batch.lengths) != len(self.documents):
             raise ValueError(f"{len(self.documents)} adapters are named for {len(batch.lengths)} documents")
-        adapters = [self._each[number] for number in self.documents]
+        adapters = [self._each[adapter_number] for adapter_number in self.documents]
         of_rows = self.groups
         counts = [adapter.virtual_tokens for adapter in adapters]
-        batch, own, virtual = with_virtual_tokens(batch, counts)
+        batch, own_tokens, virtual = with_virtual_tokens(batch, counts)
         places = list(zip(virtual.split(counts), adapters, strict=True))
-        prompt = _joined([(place, each.prompt) for place, each in places], 0)
-        keys_values = _joined([(place, each.prefix) for place, each in places], 2)
-        self.groups = [self._tokens_of(number, batch) for number in set(self.documents) - {0}]
+        prompt = _joined([(place, row_adapter.prompt) for place, row_adapter in places], 0)
+        keys_values = _joined([(place, row_adapter.prefix) for place, row_adapter in places], 2)
+        self.groups = [self._tokens_of(adapter_number, batch) for adapter_number in set(self.documents) - {0}]
         # Selected after the stack, and not in its last layer: the hooks count on all tokens.
-        states = select_rows(stack(batch, prompt=prompt, keys_values=keys_values, **options), own)
+        states = select_rows(stack(batch, prompt=prompt, keys_values=keys_values, **options), own_tokens)
         self.groups = of_rows
         return DocumentStates(states if select is None else select(states), batch, None)
 
     def _tokens_of(self, number: int, batch: Ragged) -> tuple[int, int, Tensor, None]:
         """The group of all tokens of the documents that have an adapter."""
-        mine = [document for document, each in enumerate(self.documents) if each == number]
+        mine = [document for document, adapter_number in enumerate(self.documents) if adapter_number == number]
         starts = [0, *accumulate(batch.lengths)]
         index = runs([starts[document] for document in mine], [batch.lengths[document] for document in mine])
         return number, number, index.to(self._device, non_blocking=True), None
@@ -123,8 +123,8 @@ class StackedUpdates:
     """
 
     def __init__(self, adapters: RowAdapters, updates: Sequence[LowRank | None], device: torch.device):
-        there = [each for each in updates if each]
-        ranks = [0 if each is None else len(each[0]) for each in updates]
+        there = [update for update in updates if update]
+        ranks = [0 if update is None else len(update[0]) for update in updates]
         self._adapters = adapters
         self._ends = [0, *accumulate(ranks)]
         self._down, self._up = (torch.cat(side).to(device) for side in zip(*there, strict=True))

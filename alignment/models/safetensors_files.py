@@ -113,7 +113,7 @@ def _numbers(value: Any, key: str = "") -> Iterator[tuple[str, float]]:
 
 
 def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
-    """All tensors of model.safetensors, or of the shards in its index, by Hugging Face's names; only headers are read."""
+    """Tensors of model.safetensors, or of the shards in its index, by Hugging Face's names; only headers are read."""
     check_directory(directory)
     if (directory / WEIGHTS).is_file():
         return _file_tensors(directory / WEIGHTS)
@@ -215,9 +215,9 @@ def _finish(shards: list[list[str]], directory: Path, metadata: dict[str, int]) 
     """Give the shards their final names, write the index of more than one, and remove files of an earlier save."""
     count = len(shards)
     weight_map = {}
-    for number, names in enumerate(shards, 1):
-        final = WEIGHTS if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
-        os.replace(directory / f"model-{number:05d}.safetensors", directory / final)
+    for shard_number, names in enumerate(shards, 1):
+        final = WEIGHTS if count == 1 else f"model-{shard_number:05d}-of-{count:05d}.safetensors"
+        os.replace(directory / f"model-{shard_number:05d}.safetensors", directory / final)
         weight_map |= dict.fromkeys(names, final)
     if count > 1:
         write_json(directory / INDEX, {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))})

@@ -62,7 +62,7 @@ class SharedWeights:
     def scalar_model(
         self, directory: Path, new_head: NewHead | None = None, members: int = 1, *, device: str = "cpu"
     ) -> Any:
-        """The scalar model of a directory, every weight frozen; its head is the caller's alone. See `load_scalar_model`."""
+        """The scalar model of a directory, all weights frozen, its head the caller's alone. See `load_scalar_model`."""
         original = self._original(Path(directory))
         scalar: ScalarModel | ExternalScalarModel | None = None
         if isinstance(original, ScalarModel | ExternalScalarModel):

@@ -286,7 +286,7 @@ class Transformer(nn.Module):
 
 
 def _embedding(count: int, width: int) -> nn.Embedding:
-    """A table of vectors. On the meta device nothing is drawn for it: there normal_ would load torch's compiler, a second."""
+    """A table of vectors. On the meta device nothing is drawn: there normal_ would load torch's compiler, a second."""
     weight = torch.empty(count, width)
     return nn.Embedding(count, width, _weight=weight if weight.is_meta else None)
 

@@ -14,9 +14,9 @@ Bytes = dict[tuple[torch.device, int], int]  # device and address of a tensor ->
 def held_tensors(model: nn.Module) -> Iterator[Tensor]:
     """A model's parameters, buffers and quantization constants; one that several layers hold comes several times."""
     for module in model.modules():
-        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        yield from own
-        for holder in (module, *own):
+        tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        yield from tensors
+        for holder in (module, *tensors):
             yield from _constants(holder)
 
 
@@ -25,14 +25,14 @@ def held_bytes(model: nn.Module) -> Bytes:
 
     Of a sharded tensor this process's part counts. Tensors on the meta device take nothing.
     """
-    found: Bytes = {}
+    sizes: Bytes = {}
     for tensor in held_tensors(model):
         tensor = getattr(tensor, "ds_tensor", tensor)  # ZeRO-3's part of a parameter
         tensor = getattr(tensor, "_local_tensor", tensor)  # FSDP2's
         if not tensor.is_meta and tensor.numel():
             key = (tensor.device, tensor.data_ptr())
-            found[key] = max(found.get(key, 0), tensor.numel() * tensor.element_size())
-    return found
+            sizes[key] = max(sizes.get(key, 0), tensor.numel() * tensor.element_size())
+    return sizes
 
 
 def total_bytes(*models: nn.Module) -> int:
@@ -42,7 +42,7 @@ def total_bytes(*models: nn.Module) -> int:
 
 def describe_weights(model: nn.Module) -> str:
     """One sentence: the weights of a model that are frozen and that train, their types and bytes."""
-    holders = {id(each): (each, layer) for layer in model.modules() for each in layer.parameters(recurse=False)}
+    holders = {id(weight): (weight, layer) for layer in model.modules() for weight in layer.parameters(recurse=False)}
     groups: dict[tuple[str, str], list[tuple[int, int]]] = {}  # (frozen or trained, type) -> (numbers, bytes) of each
     for parameter, layer in holders.values():
         size = parameter.nbytes
@@ -54,9 +54,9 @@ def describe_weights(model: nn.Module) -> str:
         use = "trained" if parameter.requires_grad else "frozen"
         groups.setdefault((use, kind), []).append((parameter.numel(), size))
     parts = []
-    for (use, kind), found in groups.items():
-        numbers, sizes = zip(*found, strict=True)
-        count = f"{len(found)} tensors" if use == "frozen" else f"{sum(numbers):,} numbers"
+    for (use, kind), tensors in groups.items():
+        numbers, sizes = zip(*tensors, strict=True)
+        count = f"{len(tensors)} tensors" if use == "frozen" else f"{sum(numbers):,} numbers"
         parts.append(f"{count} {use} in {kind} ({written(sum(sizes))})")
     return "weights: " + ", ".join(parts)
 

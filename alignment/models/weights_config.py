@@ -57,7 +57,7 @@ def check_weights(weights: WeightsConfig, *, frozen: bool, judges: bool = False)
 
 
 def set_up_device(precision: str | None = None) -> str | None:
-    """Set this process's GPU to a run's precision, or warn of a slow one on the CPU; a remark on float32 where it is slow.
+    """Set this process's GPU to a run's precision, or warn of a slow one on the CPU; return a remark on slow float32.
 
     cuDNN's attention is left out of those that torch chooses from: it builds a plan for every new shape, up to half a
     second each, and keeps them all, and batches of documents, like a cache that grows, have a new shape every time.
@@ -65,18 +65,18 @@ def set_up_device(precision: str | None = None) -> str | None:
     Raises:
         UserError: the device of this process does not compute in this precision.
     """
-    found = torch.cuda.is_available()
+    has_gpu = torch.cuda.is_available()
     if precision == "bf16" and has_apple_gpu():
         raise UserError(
             "training.precision bf16 was not tried on Apple's GPUs; set it to fp32, or ACCELERATE_USE_CPU=true in the "
             "environment"
         )
-    if precision == "tf32" and (not found or torch.cuda.get_device_capability() < (8, 0)):
+    if precision == "tf32" and (not has_gpu or torch.cuda.get_device_capability() < (8, 0)):
         raise UserError("training.precision tf32: only GPUs from Ampere on have it; set it to fp32")
     torch.backends.cuda.enable_cudnn_sdp(False)
-    if precision == "bf16" and not found:
+    if precision == "bf16" and not has_gpu:
         warn_of_slow_bfloat16()
-    if precision is None or not found:
+    if precision is None or not has_gpu:
         return None
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     if precision != "fp32":

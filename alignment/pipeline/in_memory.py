@@ -35,7 +35,7 @@ Rows = Iterable[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class StageResult:
-    """Result of a finished stage: its directory, its verb, and the lines of its metrics.jsonl, one per update or iteration."""
+    """Result of a finished stage: directory, verb, and the lines of its metrics.jsonl, one per update or iteration."""
 
     path: Path
     metrics: list[dict[str, Any]]
@@ -104,8 +104,8 @@ def stage_function(name: str, summary: str, stage: str = "") -> Callable[..., St
         on_update: OnUpdate | None = None,
         **settings: Any,
     ) -> StageResult:
-        own = {"evaluation_rows": evaluation_rows, "on_update": on_update}
-        return run_on_rows(stage or name, rows=rows, output=output, **own, **settings)
+        options = {"evaluation_rows": evaluation_rows, "on_update": on_update}
+        return run_on_rows(stage or name, rows=rows, output=output, **options, **settings)
 
     function.__name__ = function.__qualname__ = name
     function.__doc__ = f"{summary}; the arguments are described at `alignment.pipeline.in_memory.run_on_rows`."
@@ -145,7 +145,7 @@ def write_lines(rows: Rows, folder: Path, name: str) -> str:
     table: Any = rows
     records = table.to_dict("records") if hasattr(rows, "iterrows") else rows  # of a pandas.DataFrame
     read = from_arrow if type(rows).__module__.startswith("datasets.") else dict
-    for number, row in enumerate(records, 1):
+    for row_number, row in enumerate(records, 1):
         try:
             if not isinstance(row, Mapping):
                 raise TypeError(f"a row is a mapping of columns, got {type(row).__name__}")
@@ -155,7 +155,7 @@ def write_lines(rows: Rows, folder: Path, name: str) -> str:
             values |= dict.fromkeys(absent)
             lines.append(json.dumps(values, ensure_ascii=False, allow_nan=False, default=_of_numpy) + "\n")
         except (TypeError, ValueError) as error:
-            problems.append(f"{name}: row {number}: {error}")
+            problems.append(f"{name}: row {row_number}: {error}")
     raise_all(problems if lines or problems else [f"{name}: there are no rows"])
     if missing and launched_rank() == 0:
         print(f"{name}: NaN is read as null; rows with it, by column: {dict(missing)}", file=sys.stderr)

@@ -122,21 +122,23 @@ class Recipe(Settings):
 def read_recipe(
     source: str, overrides: Sequence[str] = ()
 ) -> tuple[Recipe, Path, list[tuple[StageEntry, SourcedYaml]]]:
-    """A recipe, its folder, and each stage with its config, settings and overrides applied, references not yet replaced."""
+    """A recipe, its folder, and each stage with its config, settings and overrides applied, references not replaced."""
     path = find_packaged(source, "recipes")
     code_folders[:] = [path.parent]
-    own = [text for text in overrides if "." not in (key := text.partition("=")[0]) or key.startswith("matrix.")]
-    document = repeat_stages(override(read_yaml(path), own))
+    recipe_overrides = [
+        text for text in overrides if "." not in (key := text.partition("=")[0]) or key.startswith("matrix.")
+    ]
+    document = repeat_stages(override(read_yaml(path), recipe_overrides))
     recipe = build(Recipe, document)
     below: dict[str, list[str]] = {name: [] for name in recipe.names}
     problems = []
     stages = []
-    for text in (text for text in overrides if text not in own):
+    for text in (text for text in overrides if text not in recipe_overrides):
         name, _, rest = text.partition(".")
-        found = matching(below, name)
-        for each in found:
-            below[each].append(rest)
-        if not found:
+        stage_names = matching(below, name)
+        for stage_name in stage_names:
+            below[stage_name].append(rest)
+        if not stage_names:
             problems.append(f"override: {text}: there is no stage {name!r}; {suggest(name, below)}")
     for index, stage in enumerate(recipe.stages):
         try:
@@ -151,8 +153,8 @@ def read_recipe(
 def _stage_config(stage: StageEntry, written: SourcedYaml, folder: Path) -> SourcedYaml:
     """The stage's config, changed by its settings."""
     if isinstance(stage.config, str):
-        own = folder / stage.config
-        document = read_yaml(own if own.is_file() else find_packaged(stage.config, "configs"))
+        path = folder / stage.config
+        document = read_yaml(path if path.is_file() else find_packaged(stage.config, "configs"))
     else:
         document = written.section(("config",)) if stage.config else SourcedYaml({}, {(): written.location(())})
     if not isinstance(document.values, (dict, type(None))):
@@ -190,15 +192,15 @@ def repeat_stages(document: SourcedYaml) -> SourcedYaml:
     made: list[object] = []
     locations = {key: where for key, where in document.locations.items() if key[:1] != ("stages",)}
     for index, stage in enumerate(stages):
-        own = {key[2:]: where for key, where in document.locations.items() if key[:2] == ("stages", index)}
+        stage_locations = {key[2:]: where for key, where in document.locations.items() if key[:2] == ("stages", index)}
         for names in _combinations(stage.get("name") if isinstance(stage, dict) else None, matrix):
-            locations |= {("stages", len(made), *key): where for key, where in own.items()}
+            locations |= {("stages", len(made), *key): where for key, where in stage_locations.items()}
             made.append(_written_out(stage, names, {axis: matrix[axis] for axis in matrix if axis not in names}))
     return SourcedYaml({**document.values, "stages": made}, locations)
 
 
 def _combinations(value: object, matrix: Mapping[str, list[object]]) -> Iterator[dict[str, object]]:
-    """Every combination of the axes that a value refers to, as axis -> value; one without any where it refers to none."""
+    """Every combination of the axes that a value refers to, as axis -> value; an empty one where it refers to none."""
     axes = [axis for axis in matrix if axis in references(value)]
     for values in product(*(matrix[axis] for axis in axes)):
         yield dict(zip(axes, values, strict=True))
@@ -250,8 +252,8 @@ def read_metric(directory: Path, metric: str, over: Over = "last") -> float | No
     if not asked or None in asked:
         return math.nan if asked else None
     column = list(map(float, asked))
-    found = {"first": column[0], "last": column[-1], "min": min(column), "max": max(column), "mean": fmean(column)}
-    return found[over]
+    summary = {"first": column[0], "last": column[-1], "min": min(column), "max": max(column), "mean": fmean(column)}
+    return summary[over]
 
 
 def flatten_numbers(value: object) -> dict[str, float]:

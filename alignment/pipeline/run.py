@@ -49,7 +49,7 @@ def run_recipe(
     only: str | None = None,
     check: bool = False,
 ) -> bool:
-    """Run the stages that are not finished; True if the results lie in the recipe's expected ranges, or without `check`.
+    """Run the unfinished stages; True if the results lie in the recipe's expected ranges, or without `check`.
 
     A mistake in any stage is told before the first one starts.
 
@@ -77,10 +77,10 @@ def run_recipe(
 
     with lock(output):
         _check_directories(stages, output, wanted)
-        for number, stage in enumerate(stages, start=1):
+        for stage_number, stage in enumerate(stages, start=1):
             if stage.name in wanted:
                 done = stage.name not in rerun and is_finished(stage, output)
-                print(f"[{number}/{len(stages)}] {stage.name}{': finished before' if done else ''}", flush=True)
+                print(f"[{stage_number}/{len(stages)}] {stage.name}{': finished before' if done else ''}", flush=True)
                 if not done:
                     run_stage(stage, output, rerun=stage.name in rerun)
     return check_expectations(recipe.expect, output) if check else True
@@ -90,11 +90,15 @@ def run_recipe(
 
 
 def plan(source: str, output: Path, overrides: Sequence[str] = ()) -> tuple[Recipe, list[Stage]]:
-    """A recipe's stages, every config checked and every data file found; a UserError names every problem of every stage."""
+    """A recipe's stages, every config checked and every data file found; UserError with all problems of all stages."""
     recipe, folder, written = read_recipe(source, overrides)
     names = {"seed": recipe.seed, "data": str(data_folder()), "recipe": str(folder)}
     names |= {"configs": str(packaged_folder("configs"))} | {name: str(output / name) for name in recipe.names}
-    raise_all(each for i, stage in enumerate(written) for each in _wrong_references(*stage, recipe.names[:i], folder))
+    raise_all(
+        wrong_reference
+        for i, stage in enumerate(written)
+        for wrong_reference in _wrong_references(*stage, recipe.names[:i], folder)
+    )
     raise_all(problem for stage in written for problem in _missing_files(*stage, names))
     problems = []
     stages = list[Stage]()
@@ -113,11 +117,11 @@ def plan(source: str, output: Path, overrides: Sequence[str] = ()) -> tuple[Reci
 def _wrong_references(entry: StageEntry, document: SourcedYaml, earlier: Sequence[str], folder: Path) -> Iterator[str]:
     """Unknown verbs and files of stages, and `${...}` that do not name an earlier stage."""
     values = dict(document.values or {})
-    own = stage_file(entry.run, folder)
-    if own is None and entry.run not in STAGES:
+    file = stage_file(entry.run, folder)
+    if file is None and entry.run not in STAGES:
         yield f"stage {entry.name}: there is no verb {entry.run!r}; {suggest(entry.run, STAGES)}"
-    if own is not None and not own.is_file():
-        yield f"stage {entry.name}: run: {own} is not there"
+    if file is not None and not file.is_file():
+        yield f"stage {entry.name}: run: {file} is not there"
     if values.pop("output", None) not in (None, f"${{{entry.name}}}"):
         yield f"stage {entry.name}: output: a recipe's stages write into directories of their own; leave it out"
     for text in (text for text in strings(values) if "${" in text.partition("${")[2].partition("}")[0]):
@@ -147,15 +151,15 @@ def _resolve(
     config = build(config_class, SourcedYaml(filled, document.locations))
     values.pop("output", None)
     parents = {parent: hashes[parent] for parent in sorted(references(values) & set(hashes))}
-    own = stage_file(entry.run, folder)
+    file = stage_file(entry.run, folder)
     lineage = {
         "verb": entry.run,
         "code": code,
         # Without directories, so that a run may be moved: parents are given by their hashes, data by its files.
         "settings": fill(values, {"seed": names["seed"], **{name: f"${{{name}}}" for name in FOLDERS}, **parents}),
         "parents": parents,
-        "files": {text: found for text in strings(values) if (found := _content(text, names))}
-        | ({} if own is None else {"stage": {path.name: sha256(path) for path in sorted(own.parent.glob("*.py"))}}),
+        "files": {text: content for text in strings(values) if (content := _content(text, names))}
+        | ({} if file is None else {"stage": {path.name: sha256(path) for path in sorted(file.parent.glob("*.py"))}}),
     }
     return Stage(entry.name, config, run, lineage, hash_of(lineage))
 
@@ -177,7 +181,7 @@ def _content(text: str, names: Mapping[str, object]) -> str | dict[str, str] | N
 
 
 def run_stage(stage: Stage, output: Path, *, rerun: bool) -> None:
-    """Run a stage, from its checkpoints where its settings are unchanged; `complete` is written to its lineage.json last."""
+    """Run a stage, from its checkpoints if its settings are unchanged; write `complete` to its lineage.json last."""
     directory = output / stage.name
     record = read_json(output / "stages.json")
     changed = record.get(stage.name, {}).get("hash") != stage.hash or hub_start_changed(directory)
@@ -199,13 +203,16 @@ def run_stage(stage: Stage, output: Path, *, rerun: bool) -> None:
     measured = {"hash": stage.hash, "seconds": seconds, "process_peak_megabytes": peak}
     write_json(output / "stages.json", {**record, stage.name: measured})
     print(f"      {seconds:.0f} s", flush=True)
-    own = {"stage": stage.lineage["verb"], "code": stage.lineage["code"], "data": stage.lineage["files"]}
-    own |= {"parents": stage.lineage["parents"]} | read_json(directory / "lineage.json")  # where a run has written more
-    write_json(directory / "lineage.json", own)
+    lineage = {"stage": stage.lineage["verb"], "code": stage.lineage["code"], "data": stage.lineage["files"]}
+    # lineage.json is there already where a run has written more.
+    lineage |= {"parents": stage.lineage["parents"]} | read_json(directory / "lineage.json")
+    write_json(directory / "lineage.json", lineage)
     write_page(directory)
     if stage.lineage["verb"] == "report":
         shutil.copyfile(directory / "report.html", output / "report.html")
-    write_json(directory / "lineage.json", {**own, "pipeline": {**stage.lineage, "hash": stage.hash, "complete": True}})
+    write_json(
+        directory / "lineage.json", {**lineage, "pipeline": {**stage.lineage, "hash": stage.hash, "complete": True}}
+    )
 
 
 def is_finished(stage: Stage, output: Path) -> bool:
@@ -239,6 +246,9 @@ def _check_directories(stages: Sequence[Stage], output: Path, wanted: set[str]) 
     parents = {parent for name in wanted for parent in by_name[name].lineage["parents"]} - wanted
     unfinished = [name for name in sorted(parents) if not is_finished(by_name[name], output)]
     raise_all(
-        [f"{each}: was not written by a recipe; choose another --output" for each in sorted(foreign)]
-        + [f"stage {each} comes first and is not finished (or what it depends on has changed)" for each in unfinished]
+        [f"{directory}: was not written by a recipe; choose another --output" for directory in sorted(foreign)]
+        + [
+            f"stage {stage_name} comes first and is not finished (or what it depends on has changed)"
+            for stage_name in unfinished
+        ]
     )

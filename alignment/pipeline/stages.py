@@ -67,12 +67,12 @@ def missing_data(config: object, key: Key = ()) -> Iterator[tuple[Key, str]]:
     if hasattr(config, "missing"):
         yield from (((*key, name), why) for name, why in cast(Any, config).missing())
     elif dataclasses.is_dataclass(config):
-        for each in dataclasses.fields(config):
-            yield from missing_data(getattr(config, each.name), (*key, each.name))
+        for field in dataclasses.fields(config):
+            yield from missing_data(getattr(config, field.name), (*key, field.name))
 
 
 def with_micro_batch(config: Any) -> Any:
-    """A stage's config with a number for `training.micro_batch_tokens: auto`; every process of the run must call this."""
+    """A stage's config with a number for `training.micro_batch_tokens: auto`; all the run's processes must call it."""
     training = getattr(config, "training", None)
     if training is None or training.micro_batch_tokens != "auto":
         return config

@@ -1,1 +1,1 @@
-"""A run before it starts: bytes on each device by what they are for, tokens, operations, and what fits. No weights are read."""
+"""A run before it starts: bytes on each device by purpose, tokens, operations, and what fits. No weights are read."""

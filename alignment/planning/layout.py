@@ -53,20 +53,20 @@ class Device:
         """Bytes that the tensors of one process can take; None where the memory is not known."""
         if self.memory is None:
             return None
-        own = self.memory if self.gpu else self.memory // gpus
-        return own - self.reserve(own, gpus)
+        memory = self.memory if self.gpu else self.memory // gpus
+        return memory - self.reserve(memory, gpus)
 
 
 def find_device(gpu_memory: float | None, gpus: int | None, precision: str, tflops: float | None) -> Device:
-    """The device that was asked for: a GPU where there is one or its memory (GB) or number is given, else this processor.
+    """The device asked for: a GPU where there is one or its memory (GB) or number is given, else this processor.
 
     `tflops`: the device's peak rate; None: from a table, or measured on a processor.
     """
-    found = torch.cuda.is_available()
-    if gpu_memory is None and gpus is None and not found:
+    has_gpu = torch.cuda.is_available()
+    if gpu_memory is None and gpus is None and not has_gpu:
         return Device(False, total_memory(), "this machine's processor", tflops or measured_tflops(precision))
     memory = None if gpu_memory is None else int(gpu_memory * GB)
-    if memory is None and found:
+    if memory is None and has_gpu:
         card = torch.cuda.get_device_name(0)
         memory = torch.cuda.get_device_properties(0).total_memory
         if rate := tflops or peak_tflops(torch.device("cuda", 0), precision):
@@ -218,7 +218,7 @@ def read_layout(launch: str | None, gpus: int | None) -> Layout:
 
 
 def layout_from_env(kind: str, size: int, sent: Mapping[str, str]) -> Layout:
-    """The layout of `size` processes of a kind of process group, from the variables that Accelerate's launcher sends."""
+    """Layout of `size` processes of a kind of process group, from the variables that Accelerate's launcher sends."""
 
     def value(name: str, default: str) -> str:
         return sent.get(name, default).lower()

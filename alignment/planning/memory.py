@@ -149,7 +149,7 @@ def _adds_inplace(gradients: object) -> bool:
 
 @dataclass(frozen=True)
 class DeviceRows:
-    """The rows that a device sees: tokens of a micro-batch, rows of an update, and the longest ones where they are known."""
+    """Rows that a device sees: tokens of a micro-batch, rows of an update, and the longest ones if they are known."""
 
     tokens: int
     per_update: int
@@ -158,8 +158,8 @@ class DeviceRows:
     def take(self, rows: Sequence[Sequence[Length]]) -> tuple[list[Length], bool]:
         """Documents of the first rows that fit a micro-batch, of one at least; and whether rows are left over."""
         taken: list[Length] = []
-        for number, row in enumerate(rows):
-            if number and sum(size for size, _ in [*taken, *row]) > self.tokens:
+        for index, row in enumerate(rows):
+            if index and sum(size for size, _ in [*taken, *row]) > self.tokens:
                 return taken, True
             taken += row
         return taken, False
@@ -221,22 +221,22 @@ class Tracer:
 
     def peaks(self, rows: DeviceRows, room: int | None) -> list[Peak]:
         """The peaks of all phases; `room`: bytes of a device that the run's tensors can take, None if not known."""
-        found = []
+        peaks = []
         if self.stage.responses:
-            found.append(self.sampling(rows, room))
+            peaks.append(self.sampling(rows, room))
             asked = self.networks.keys() - {"policy", "teacher"}  # a teacher is asked during the updates
             if asked or self.stage.networks["policy"].forwards > 1:
-                found.append(self.forwards("scoring", self.rollouts(rows)[0]))
+                peaks.append(self.forwards("scoring", self.rollouts(rows)[0]))
         for role in self._trained:
-            found.append(self.update(role, *self.rows_of_update(rows)))
+            peaks.append(self.update(role, *self.rows_of_update(rows)))
         if self.stage.texts:
             length, count = self.stage.texts
             texts, _ = rows.take([[(length, length - 1)]] * count)
-            found.append(self.update("policy", texts, True, "policy update on texts"))
-        return found
+            peaks.append(self.update("policy", texts, True, "policy update on texts"))
+        return peaks
 
     def update(self, role: str, documents: Sequence[Length], more: bool, phase: str = "") -> Peak:
-        """Forward and backward of one micro-batch; `more`: others came before, so that every gradient is there already."""
+        """Forward and backward of one micro-batch; `more`: others came before, so every gradient is there already."""
         model = self.networks[role]
         share = self.layout.gradients_share
         kind = f"{GRADIENTS} of {role}"
@@ -261,7 +261,7 @@ class Tracer:
     def _whole(self, role: str, *, kept: Sequence[str] = (), backward: bool = False) -> int:
         """Bytes beside the shards while a network runs; `kept` ran before without a backward pass."""
         running = self.layout.transient_bytes(self.networks[role], backward=backward)
-        return running + sum(self.layout.outside_bytes(self.networks[each]) for each in kept)
+        return running + sum(self.layout.outside_bytes(self.networks[kept_role]) for kept_role in kept)
 
     def loss(self, role: str, batch: Ragged) -> Tensor:
         """A number whose gradient takes the memory of the stage's own loss: the sum of all that the network returns."""
@@ -341,7 +341,7 @@ class Tracer:
             yield tracker
 
     def autocast(self, *, keep_casts: bool = True) -> Any:
-        """The context in which the run's networks compute; sharded weights leave no copies in it, DeepSpeed's neither."""
+        """Context in which the run's networks compute; sharded weights leave no copies in it, nor do DeepSpeed's."""
         keep = keep_casts and not self.layout.sharded
         on = self.config.training.precision == "bf16"
         return torch.autocast("cpu", dtype=torch.bfloat16, enabled=on, cache_enabled=keep)
@@ -422,18 +422,18 @@ def make_fake(models: Iterable[nn.Module], mode: FakeTensorMode) -> None:
 def as_fake(batch: Moved, mode: FakeTensorMode) -> Moved:
     """The batch with fake tensors in the place of its real ones."""
     changed: dict[str, Any] = {}
-    for each in fields(batch):
-        value = getattr(batch, each.name)
+    for field in fields(batch):
+        value = getattr(batch, field.name)
         if isinstance(value, Tensor):
-            changed[each.name] = mode.from_tensor(value)
+            changed[field.name] = mode.from_tensor(value)
         elif isinstance(value, DeviceBatch):
-            changed[each.name] = as_fake(value, mode)
+            changed[field.name] = as_fake(value, mode)
     return replace(batch, **changed)
 
 
 @contextmanager
 def _gpu_choices(gpu: bool, precision: str) -> Iterator[None]:
-    """While open, models make a GPU's choices: larger pieces of logits, and in bf16 the variable-length attention kernel."""
+    """While open, models choose as on a GPU: larger pieces of logits, in bf16 the variable-length attention kernel."""
     if not gpu:
         yield
         return

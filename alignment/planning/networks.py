@@ -36,7 +36,7 @@ TABLE_BYTES = 4 * 16 + 4 * 256 + 4  # the tables of 4-bit and of 8-bit values, a
 
 
 def build_networks(stage: Workload, weights: WeightsConfig, *, shared: bool) -> Networks:
-    """The networks of a stage by role; `weights`: how frozen ones are held; `shared`: networks over one base share it."""
+    """Networks of a stage by role; `weights`: how frozen ones are held; `shared`: networks over one base share it."""
     bases: dict[str, Any] = {}
 
     def base_of(start: Start) -> Any:
@@ -103,8 +103,8 @@ def _stored(start: Start, task: str, labels: Mapping[str, object], weights: Weig
     model = empty_network({**start.config, **labels}, task, start.dtype)
     if weights.quantize is not None:
         for name, layer in list(quantizable_layers(model)):
-            parent, _, own = name.rpartition(".")
-            setattr(model.get_submodule(parent), own, QuantizedPlaceholder(layer, weights.quantize))
+            parent, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(parent), attribute, QuantizedPlaceholder(layer, weights.quantize))
     return store_frozen(model, replace(weights, quantize=None))
 
 
@@ -179,7 +179,7 @@ class _Product(torch.autograd.Function):
 
 
 class QuantizedPlaceholder(nn.Linear):
-    """A frozen linear layer that holds as many bytes (uint8 [n]) as a quantized one, and computes through a whole matrix."""
+    """Frozen linear layer that holds as many bytes (uint8 [n]) as a quantized one and computes with a whole matrix."""
 
     def __init__(self, layer: nn.Linear, kind: Quantization):
         nn.Module.__init__(self)

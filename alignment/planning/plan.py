@@ -122,8 +122,8 @@ class Plan:
     @property
     def needed(self) -> int:
         """Bytes that one device must have; on a CPU, that the processes of the machine need together."""
-        own = self.peak.total + self.reserve
-        return own if self.device.gpu else own * self.layout.gpus
+        process_bytes = self.peak.total + self.reserve
+        return process_bytes if self.device.gpu else process_bytes * self.layout.gpus
 
     @property
     def fits(self) -> bool | None:
@@ -293,7 +293,7 @@ def mean_over_sources(data: DataConfig, values: Sequence[np.ndarray]) -> float:
     """The mean of one value per row, [rows of the source], over the rows that a run sees."""
     sizes = list(map(len, values))
     shares = [size / sum(sizes) for size in sizes] if data.mixing == "concatenate" else mixing_shares(data, sizes)
-    return float(sum(share * each.mean() for share, each in zip(shares, values, strict=True)))
+    return float(sum(share * source_values.mean() for share, source_values in zip(shares, values, strict=True)))
 
 
 def characters_of(record: Record) -> int:
@@ -383,8 +383,8 @@ def _choose(config: StageConfig) -> int:
     group = init_distributed()
     gpu = group.device.type == "cuda"
     # Processes of a CPU run share the memory of their machine.
-    own = free_memory() * (GPU_SHARE if gpu else CPU_SHARE / group.size)
-    memory = int(min(values[0] for values in group.gather([own])))
+    available = free_memory() * (GPU_SHARE if gpu else CPU_SHARE / group.size)
+    memory = int(min(values[0] for values in group.gather([available])))
 
     def largest() -> int:
         layout = layout_from_env(group.kind, group.size, os.environ)

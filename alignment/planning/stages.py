@@ -113,7 +113,7 @@ class Workload:
 
 
 def workload_of(config: StageConfig, near: Path | None = None) -> Workload:
-    """The networks and rows of a config's stage; `near`: folder of configs that may write a start that is not there yet."""
+    """Networks and rows of a config's stage; `near`: folder of configs that may write a start that is not there yet."""
     if isinstance(config, PretrainConfig):
         return _pretrain(config, near)
     if isinstance(config, FinetuneConfig):
@@ -289,11 +289,11 @@ def is_encoder(config: HFConfig) -> bool:
 @cache
 def packaged_bases() -> dict[str, tuple[str, HFConfig]]:
     """Hub name -> file name and config.json, for the bases whose facts are packaged."""
-    found = {}
+    bases = {}
     for path in sorted((packaged_folder("configs") / "bases").glob("*.json")):
         content = json.loads(path.read_text(encoding="utf-8"))
-        found |= dict.fromkeys(content["hub_ids"], (path.name, content["config"]))
-    return found
+        bases |= dict.fromkeys(content["hub_ids"], (path.name, content["config"]))
+    return bases
 
 
 @dataclass(frozen=True)
@@ -302,7 +302,7 @@ class _Section:
 
 
 def _start_of_run(source: str, file: Path, near: Path | None) -> Start:
-    """The checkpoint that the run of a config file will write: its own start, trained whole or with its adapter on top."""
+    """The checkpoint that a config file's run will write: its own start, trained whole or with its adapter on top."""
     values: dict[str, Any] = fill(read_yaml(file).values, {"configs": str(packaged_folder("configs")), "data": ""})
     if values.get("policy") is None:
         return Start(fresh_config(values), torch.float32, source)
@@ -314,7 +314,7 @@ def _start_of_run(source: str, file: Path, near: Path | None) -> Start:
 
 
 def _on_top(adapters: tuple[AdapterSpec, ...], new: AdapterSpec) -> tuple[AdapterSpec, ...]:
-    """The adapters of a checkpoint that trains a new one on these: two LoRAs are saved as one of the sum of their ranks."""
+    """Adapters of a checkpoint that trains a new one on these: two LoRAs are saved as one of the sum of their ranks."""
     if adapters and isinstance(adapters[-1], LoRASpec) and isinstance(new, LoRASpec):
         return (*adapters[:-1], replace(new, rank=adapters[-1].rank + new.rank))
     return (*adapters, new)

@@ -65,7 +65,7 @@ def load_frozen_reward_model(
     combine: Combine = "mean",
     std_coef: float = 1.0,
 ) -> RewardModel:
-    """Load a reward model that does not train in eval mode; `bases` gives its weights, which other networks may share."""
+    """Load in eval mode a reward model that does not train; `bases` gives weights that other networks may share."""
     directory = find_directory(source)
     if (members := read_members(directory)) is not None:
         model: Any = _ensemble(members, bases, device)

@@ -114,10 +114,10 @@ def read_calibration(directory: Path) -> Calibration:
     path = directory / CALIBRATION
     if not path.is_file():
         return Calibration()
-    found = read_json_object(path)
+    content = read_json_object(path)
     try:
-        scale = float(found["gain"]), float(found["bias"]), int(found["samples"]), str(found.get("of", ""))
-        return Calibration(*scale, theta=None if found.get("theta") is None else float(found["theta"]))
+        scale = float(content["gain"]), float(content["bias"]), int(content["samples"]), str(content.get("of", ""))
+        return Calibration(*scale, theta=None if content.get("theta") is None else float(content["theta"]))
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(
             f"{path}: gain, bias, samples and theta must be numbers ({error!r}); train again, or delete the file for "
@@ -160,9 +160,9 @@ class RewardModel:
         Both need the same vocabulary and the same chat template (a reward model without a template uses the policy's).
         An encoder never shares ids, because it puts its own special tokens around prompt and response.
         """
-        own = self.tokenizer
-        same_template = not own.chat_template or own.chat_template == tokenizer.chat_template
-        return same_vocabulary(own, tokenizer) and same_template and not self.is_encoder
+        own_tokenizer = self.tokenizer
+        same_template = not own_tokenizer.chat_template or own_tokenizer.chat_template == tokenizer.chat_template
+        return same_vocabulary(own_tokenizer, tokenizer) and same_template and not self.is_encoder
 
     def score(
         self, texts: Sequence[Text], micro_batch_tokens: int | None = None, ended: Sequence[bool] | None = None
@@ -274,27 +274,27 @@ def score_encoded(model: nn.Module, texts: Sequence[Encoded], micro_batch_tokens
     Args:
         micro_batch_tokens: None: 16,384 on a GPU, 4,096 on a CPU, which more of them slow down.
     """
-    found: list[tuple[list[int], Tensor]] = []
+    group_scores: list[tuple[list[int], Tensor]] = []
     device = next(model.parameters()).device
     limit = micro_batch_tokens or (4_096 if device.type == "cpu" else 16_384)
     for group in group_by_length([len(text.ids) for text in texts], limit):
         batch = Ragged.build([texts[i].ids for i in group], segments=[texts[i].segments for i in group])
-        found.append((group, batch_scores(model, batch.to(device)).float().cpu()))
-    scores = torch.zeros(len(texts), found[0][1].shape[1] if found else 1)
-    for group, values in found:
+        group_scores.append((group, batch_scores(model, batch.to(device)).float().cpu()))
+    scores = torch.zeros(len(texts), group_scores[0][1].shape[1] if group_scores else 1)
+    for group, values in group_scores:
         scores[group] = values
     return scores
 
 
 def batch_scores(model: nn.Module, batch: Ragged) -> Tensor:
-    """Raw scores of the documents of a batch by each member of a model, or a classifier's logits, with a gradient, [B, k]."""
+    """Raw scores of a batch's documents by each member of a model, or a classifier's logits, with gradient, [B, k]."""
     is_decoder = getattr(model, "task", "") == "scalar"
     last_alone = {"tokens": batch.last} if is_decoder else {}  # its last layer computes no other tokens then
     return document_scores(model(batch=batch, **last_alone), None if is_decoder else batch.last)
 
 
 def document_scores(output: ValueOutput | ClassifierOutput, read_at: Tensor | None = None) -> Tensor:
-    """The scores in a model's output by each member, [B, k]; of a decoder at the tokens `read_at` [B], None: at all it has."""
+    """Scores in a model's output by each member, [B, k]; of a decoder at tokens `read_at` [B], None: at all it has."""
     if isinstance(output, ClassifierOutput):
         return output.logits
     members = output.values[:, None] if output.members is None else output.members
@@ -353,14 +353,14 @@ def read_canaries(directory: Path) -> Canaries | None:
     path = directory / CANARIES
     if not path.is_file():
         return None
-    found = read_json_object(path)
+    content = read_json_object(path)
     try:
-        rows: list[Any] = found["canaries"]
+        rows: list[Any] = content["canaries"]
         texts = tuple((str(row["prompt"]), str(row["response"])) for row in rows)
         scores = torch.tensor([[float(score) for score in row["scores"]] for row in rows])
-        if found["precision"] not in TOLERANCES or scores.dim() != 2:
-            raise ValueError(found["precision"])
-        return Canaries(scores, found["precision"], str(found["loss"]), texts)
+        if content["precision"] not in TOLERANCES or scores.dim() != 2:
+            raise ValueError(content["precision"])
+        return Canaries(scores, content["precision"], str(content["loss"]), texts)
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(
             f"{path}: not the scores of {len(TEXTS)} texts ({error!r}); copy the file from the run again, or delete it "

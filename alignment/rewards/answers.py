@@ -55,12 +55,12 @@ def extract_number(text: str) -> Fraction | None:
 
     A `$` before and a `%` or a full stop after it do not count. `12-5` holds 12 and 5, `x = -5` holds -5.
     """
-    found = list(NUMBER.finditer(_plain(text)))
-    return _value(found[-1]) if found else None
+    matches = list(NUMBER.finditer(_plain(text)))
+    return _value(matches[-1]) if matches else None
 
 
 def gsm8k_answer(text: str) -> Fraction | None:
-    r"""The answer of a solution: the number after the last `####`, or else in the last `\boxed{}`, or else the last number.
+    r"""The answer of a solution: the number after the last `####`, else in the last `\boxed{}`, else the last number.
 
     After the sign and in the box it is the line's first number, of an equation the first number of its last side that
     has one. Parentheses do not count, nor does a calculation that is not carried out (`5 x 3`), nor a box that holds
@@ -79,9 +79,9 @@ def _stated_number(text: str, *, alone: bool = False) -> Fraction | None:
     """The number that a line gives as its result; `alone`: only where no formula or other number stands beside it."""
     line = _plain(text).strip().partition("\n")[0].partition(" (")[0]
     for side in reversed(line.split("=")):
-        found = NUMBER.search(side)
-        if found is not None and not ARITHMETIC.match(side, found.end()):
-            return None if alone and FORMULA.search(side.replace(found[0], " ", 1)) else _value(found)
+        match = NUMBER.search(side)
+        if match is not None and not ARITHMETIC.match(side, match.end()):
+            return None if alone and FORMULA.search(side.replace(match[0], " ", 1)) else _value(match)
     return None
 
 
@@ -102,7 +102,7 @@ def boxed_answer(text: str) -> str | None:
 
 
 def _plain(text: str) -> str:
-    """Text with the signs of a keyboard for minus, fractions, powers and full-width letters, mixed numbers as fractions."""
+    """Text with keyboard signs for minus, fractions, powers and full-width letters, and mixed numbers as fractions."""
     text = FRACTION.sub(r" \g<0>", SUPERSCRIPT.sub(r"^\g<0>", _without_latex(text)))
     text = unicodedata.normalize("NFKC", text).replace("\u2212", "-").replace("\u2044", "/")
     text = SPACED.sub("", text)
@@ -156,8 +156,8 @@ def _word(word: str) -> str:
 
 def _as_fraction(text: str) -> str:
     """A number as a fraction; any other text as it is."""
-    number = NUMBER.fullmatch(text)
-    value = number and _value(number)
+    match = NUMBER.fullmatch(text)
+    value = match and _value(match)
     return text if value is None else str(value)
 
 
@@ -218,7 +218,7 @@ def length_rewards(spec: LengthSpec, samples: SampledTexts) -> list[float]:
 
 
 def match_rewards(spec: MatchSpec, samples: SampledTexts, *, whole: bool) -> list[float | None]:
-    """`value` where the pattern matches the `whole` response, or a part of it, else `otherwise`; None where it takes too long."""
+    """`value` where the pattern matches the `whole` response or a part, else `otherwise`; None if it takes too long."""
     pattern = compile_pattern(spec.pattern, dotall=True)
     matches = pattern.fullmatch if whole else pattern.search
 

@@ -35,7 +35,7 @@ def prepare_rewards(specs: Sequence[RewardSpec], rows: Sequence[Example]) -> dic
             not in the environment; no sandbox on this machine; tests that their row's solution fails. All problems at
             once.
     """
-    found: dict[str, TextReward] = {}
+    rewards: dict[str, TextReward] = {}
     problems: list[str] = []
     for name, spec in zip(names_of(specs), specs, strict=True):
         if spec.reward_model is not None:
@@ -44,7 +44,7 @@ def prepare_rewards(specs: Sequence[RewardSpec], rows: Sequence[Example]) -> dic
             if lines := list(_row_problems(name, spec, rows)):
                 problems += lines
                 continue
-            found[name] = _text_reward(name, spec)
+            rewards[name] = _text_reward(name, spec)
             if spec.code is not None and (failed := failing_solutions(spec.code, [row.extra for row in rows])):
                 named = ", ".join(rows[i].row_id for i in failed[:SHOWN])
                 problems.append(
@@ -55,7 +55,7 @@ def prepare_rewards(specs: Sequence[RewardSpec], rows: Sequence[Example]) -> dic
         except UserError as error:
             problems.append(str(error))
     raise_all(problems)
-    return found
+    return rewards
 
 
 def _row_problems(name: str, spec: RewardSpec, rows: Sequence[Example]) -> Iterator[str]:
@@ -186,8 +186,8 @@ def _text_scorer(name: str, reward: TextReward, tokenizer: Tokenizer, failures: 
                 f"rewards: {name} gave {len(values)} numbers for {len(responses)} responses; it has to give one each"
             )
         scores = torch.tensor([math.nan if value is None else float(value) for value in values], dtype=torch.float32)
-        for prompt, value, number in zip(prompts, values, scores, strict=True):
-            if value is not None and not number.isfinite():
+        for prompt, value, response_score in zip(prompts, values, scores, strict=True):
+            if value is not None and not response_score.isfinite():
                 raise UserError(
                     f"rewards: {name} gave {value} for a response to {prompt.row_id}; give a finite number, or None "
                     "where it does not apply"

@@ -23,7 +23,7 @@ def extract_code(text: str) -> str:
     A block loses the indent of a list that it stands in. One without its closing fence, as in a response that was cut
     off, does not count.
     """
-    found: dict[bool, str] = {}
+    blocks: dict[bool, str] = {}
     fence = ""
     info = ""
     lines = []
@@ -33,13 +33,13 @@ def extract_code(text: str) -> str:
             lines.append(line)
         elif fence:
             if PYTHON.fullmatch(info) or not info:
-                found[bool(info)] = textwrap.dedent("".join(lines))
+                blocks[bool(info)] = textwrap.dedent("".join(lines))
             fence = ""
         elif match and not (match[1][0] == "`" and "`" in match[2]):  # ```x``` in one line is no fence
             fence = match[1]
             info = match[2].strip().lower()
             lines = []
-    return found.get(True, found.get(False, text))
+    return blocks.get(True, blocks.get(False, text))
 
 
 def passes_test(code: str, test: str | Mapping[str, str], limits: SandboxLimits) -> bool:
@@ -59,7 +59,7 @@ def passes_test(code: str, test: str | Mapping[str, str], limits: SandboxLimits)
 def share_of_tests(
     code: str, tests: Sequence[str | Mapping[str, str]], limits: SandboxLimits, *, all_of_them: bool = False
 ) -> float:
-    """Share of the tests that code passes, each in processes of its own; with `all_of_them` 1 only where all pass, else 0."""
+    """Share of tests that code passes, each in processes of its own; with `all_of_them` 1 only if all pass, else 0."""
     if all_of_them:
         return float(all(passes_test(code, test, limits) for test in tests))
     return sum(passes_test(code, test, limits) for test in tests) / len(tests)
@@ -100,7 +100,7 @@ def tests_problem(value: object) -> str:
         return "it holds no test"
     for test in tests:
         if isinstance(test, Mapping):
-            if set(test) != {"input", "output"} or not all(isinstance(each, str) for each in test.values()):
+            if set(test) != {"input", "output"} or not all(isinstance(text, str) for text in test.values()):
                 return "a test that is a mapping has the texts input and output"
         elif not isinstance(test, str):
             return "a test is a text of asserts, or a mapping of input and output"

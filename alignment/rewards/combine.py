@@ -63,7 +63,7 @@ class Scores:
     fixed_deviation: float | None = None  # of the score to learn from, where normalization fixes it; None: nothing does
 
     def std(self, reduce: Reduce) -> float:
-        """`fixed_deviation`, or the deviation of the scores of all ranks that are learned from; 0 where they are equal."""
+        """`fixed_deviation`, or the deviation of all ranks' scores that are learned from; 0 where they are equal."""
         learned = self.total if self.shaped is None else self.shaped
         return mean_and_std(learned, reduce)[2] if self.fixed_deviation is None else self.fixed_deviation
 
@@ -198,7 +198,7 @@ class Rewards:
                 raise UserError(
                     f"rewards: {part.name} gave no score for {missing:.0f} of {count:.0f} responses; at most "
                     f"{part.max_failed_share:.0%} may fail, since failures are seldom a fair sample"
-                    + "".join(f"; {number} x {why}" for why, number in part.failures.most_common(SHOWN))
+                    + "".join(f"; {times} x {why}" for why, times in part.failures.most_common(SHOWN))
                 )
         return given
 
@@ -245,7 +245,7 @@ class Rewards:
         missing, count = self._missing(scores.total)
         if missing > most * count:
             failed = {name: self._missing(values)[0] for name, values in scores.parts.items()}
-            named = ", ".join(f"{name} {number:.0f} times" for name, number in failed.items() if number)
+            named = ", ".join(f"{name} {unscored:.0f} times" for name, unscored in failed.items() if unscored)
             raise UserError(
                 f"rewards: {missing:.0f} of {count:.0f} responses have no score (None: {named}), and at most "
                 f"{most:.0%} may; leave out the prompts that no reward applies to, or give a number for every response"
@@ -258,7 +258,10 @@ class Rewards:
 
     def state(self) -> dict[str, list[float]]:
         """Statistics of the normalized parts by name, to be saved."""
-        return {name: [each.count, each.mean, each.squares] for name, each in self._normalizers.items()}
+        return {
+            name: [normalizer.count, normalizer.mean, normalizer.squares]
+            for name, normalizer in self._normalizers.items()
+        }
 
     def load(self, state: dict[str, list[float]]) -> None:
         """Take the statistics of a checkpoint; a UserError where they are of other rewards."""
@@ -267,13 +270,15 @@ class Rewards:
                 f"rewards: the checkpoint holds statistics of {', '.join(state) or 'none'}, and the config normalizes "
                 f"{', '.join(self._normalizers) or 'none'}; keep the rewards of the run, or start a new one"
             )
-        for name, each in self._normalizers.items():
-            each.count, each.mean, each.squares = state[name]
+        for name, normalizer in self._normalizers.items():
+            normalizer.count, normalizer.mean, normalizer.squares = state[name]
 
 
 def part_metrics(parts: dict[str, Tensor], reduce: Reduce) -> dict[str, float]:
-    """Mean of each reward over all ranks' responses to which it applies (`score/NAME`; 0 where it applies to none), and the
-    share of the others (`unscored_share/NAME`), from the numbers of each reward, [B].
+    """Mean of each reward, and the share of responses without it, from the numbers of each reward on this rank, [B].
+
+    `score/NAME` is the mean over all ranks' responses to which the reward applies, 0 where it applies to none;
+    `unscored_share/NAME` is the share of the others.
     """
     if not parts:
         return {}
@@ -281,7 +286,7 @@ def part_metrics(parts: dict[str, Tensor], reduce: Reduce) -> dict[str, float]:
     given = ~values.isnan()
     sums = reduce(torch.stack([values.nan_to_num().sum(1), given.double().sum(1), (~given).double().sum(1)]))
     metrics: dict[str, float] = {}
-    for name, total, number, missing in zip(parts, *sums.tolist(), strict=True):
-        metrics[f"score/{name}"] = total / max(1.0, number)
-        metrics[f"unscored_share/{name}"] = missing / (number + missing)
+    for name, total, count, missing in zip(parts, *sums.tolist(), strict=True):
+        metrics[f"score/{name}"] = total / max(1.0, count)
+        metrics[f"unscored_share/{name}"] = missing / (count + missing)
     return metrics

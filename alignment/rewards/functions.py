@@ -40,24 +40,24 @@ def _named(rewards: object) -> object:
     entries = [rewards] if callable(rewards) else rewards
     if not isinstance(entries, (list, tuple)):
         return rewards
-    found: dict[str, RewardFunction] = {}
+    functions: dict[str, RewardFunction] = {}
     named: list[object] = []
     for entry in entries:
         settings = entry if isinstance(entry, Mapping) else {"function": entry}
         if not callable(function := settings.get("function")):
             named.append(entry)
             continue
-        own = function if hasattr(function, "__qualname__") else type(function)
-        name = f"{own.__module__}:{own.__qualname__}"
-        if found.setdefault(name, function) is not function:
+        definition = function if hasattr(function, "__qualname__") else type(function)
+        name = f"{definition.__module__}:{definition.__qualname__}"
+        if functions.setdefault(name, function) is not function:
             raise UserError(f"rewards: two functions are named {name}; define each under a name of its own")
         named.append({**settings, "function": name})
-    GIVEN.update(found)
+    GIVEN.update(functions)
     return named
 
 
 def load_reward_function(name: str) -> RewardFunction:
-    """The function of `module:name`, of a module beside the config, in the working directory, or installed, in this order."""
+    """The function of `module:name`: a module beside the config, in the working directory, or else installed."""
     function = GIVEN[name] if name in GIVEN else load_own(name, "rewards: function")
     if not callable(function):
         raise UserError(f"rewards: function {name!r} is a {type(function).__name__} and cannot be called")
@@ -79,18 +79,18 @@ def load_own(name: str, what: str) -> Any:
 
 
 def function_files(rewards: Sequence[RewardSpec], judge: str = "") -> dict[str, list[Path]]:
-    """The file in which each reward function, and the function of a `judge`, is written, by dotted key, where it is found."""
-    found: dict[str, object] = {}
+    """The source file of each reward function and of the function of a `judge`, by dotted key, where it is found."""
+    definitions: dict[str, object] = {}
     with suppress(ImportError, ValueError):
-        found |= {"judge": import_own(judge.partition(":")[0])} if ":" in judge else {}
-    for number, spec in enumerate(rewards):
+        definitions |= {"judge": import_own(judge.partition(":")[0])} if ":" in judge else {}
+    for index, spec in enumerate(rewards):
         with suppress(UserError):
             function = load_reward_function(spec.function) if spec.function else None
-            found[f"rewards.{number}.function"] = function if inspect.isroutine(function) else type(function)
+            definitions[f"rewards.{index}.function"] = function if inspect.isroutine(function) else type(function)
     files: dict[str, list[Path]] = {}
-    for key, each in found.items():
+    for key, definition in definitions.items():
         with suppress(TypeError):  # what is written in C has no file, and a notebook's cell names one that is not there
-            file = Path(inspect.getsourcefile(cast(type, each)) or "")
+            file = Path(inspect.getsourcefile(cast(type, definition)) or "")
             files |= {key: [file]} if file.is_file() else {}
     return files
 
@@ -109,16 +109,22 @@ def _own_folders() -> list[str]:
 
 
 def columns_of(function: RewardFunction, name: str) -> list[str]:
-    """The columns that a function needs: its arguments without a default, other than prompts, responses and completions."""
+    """The columns that a function needs: arguments without a default, except prompts, responses and completions."""
     arguments = inspect.signature(function).parameters.values()
-    by_name = [each for each in arguments if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
-    takes_texts = any(each.name in TEXTS or each.kind is each.VAR_KEYWORD for each in arguments)
-    if not takes_texts or any(each.kind is each.POSITIONAL_ONLY for each in arguments):
+    by_name = [
+        argument for argument in arguments if argument.kind in (argument.POSITIONAL_OR_KEYWORD, argument.KEYWORD_ONLY)
+    ]
+    takes_texts = any(argument.name in TEXTS or argument.kind is argument.VAR_KEYWORD for argument in arguments)
+    if not takes_texts or any(argument.kind is argument.POSITIONAL_ONLY for argument in arguments):
         raise UserError(
             f"rewards: function {name!r} must be of the form f(prompts, responses, **columns), or with completions as "
             f"in trl; its arguments are {inspect.signature(function)}"
         )
-    return [each.name for each in by_name if each.default is each.empty and each.name not in ("prompts", *TEXTS)]
+    return [
+        argument.name
+        for argument in by_name
+        if argument.default is argument.empty and argument.name not in ("prompts", *TEXTS)
+    ]
 
 
 async def _awaited(values: Awaitable[object]) -> object:
@@ -132,8 +138,8 @@ def function_reward(function: RewardFunction, name: str) -> TextReward:
     message. A function that names neither gets both in its `**columns`.
     """
     parameters = inspect.signature(function).parameters
-    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-    named = {each for each in ("prompts", *TEXTS) if each in parameters}
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    named = {key for key in ("prompts", *TEXTS) if key in parameters}
     if takes_all:
         named |= {"prompts"} if named & {*TEXTS} else {"prompts", *TEXTS}
 
@@ -147,8 +153,8 @@ def function_reward(function: RewardFunction, name: str) -> TextReward:
                 for prompt, text in zip(samples.prompts, samples.responses, strict=True)
             ],
         }
-        given = {each: texts for each, texts in given.items() if each in named}
-        given |= {each: samples.column(each) for each in sorted(columns) if takes_all or each in parameters}
+        given = {key: texts for key, texts in given.items() if key in named}
+        given |= {key: samples.column(key) for key in sorted(columns) if takes_all or key in parameters}
         try:
             values = function(**given)
             if inspect.isawaitable(values):

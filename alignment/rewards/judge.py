@@ -55,7 +55,10 @@ class RequestFailed(Exception):
 
 def judge_reward(spec: JudgeSpec) -> TextReward:
     """An HTTP judge as a reward; None where it gave no score. Finished scores are kept and not asked for again."""
-    source = f"{plain_url(spec.url)} {'without a key' if spec.key_variable is None else f'with the key in {spec.key_variable}'}"
+    source = (
+        f"{plain_url(spec.url)} "
+        f"{'without a key' if spec.key_variable is None else f'with the key in {spec.key_variable}'}"
+    )
 
     @functools.lru_cache(CACHED)
     def score(body: str) -> float:
@@ -71,10 +74,10 @@ def judge_reward(spec: JudgeSpec) -> TextReward:
         bodies = [request_body(spec, samples, row) for row in range(len(samples.responses))]
         distinct = list(dict.fromkeys(bodies))
         with ThreadPoolExecutor(spec.requests) as pool:
-            found = dict(zip(distinct, pool.map(score_or_why, distinct), strict=True))
-        scores = [found[body] for body in bodies]
-        samples.failures.update(each for each in scores if isinstance(each, str))
-        return [None if isinstance(each, str) else each for each in scores]
+            outcomes = dict(zip(distinct, pool.map(score_or_why, distinct), strict=True))
+        scores = [outcomes[body] for body in bodies]
+        samples.failures.update(outcome for outcome in scores if isinstance(outcome, str))
+        return [None if isinstance(outcome, str) else outcome for outcome in scores]
 
     return reward
 
@@ -221,15 +224,15 @@ def stated_score(text: str) -> float:
     """The score in a judge's words, read as `JudgeSpec.pattern` says for null."""
     without_scales = SCALE.sub("", RANGE.sub("", text))
     for form in FORMS:
-        if found := {float(number) for number in form.findall(without_scales)}:
-            if len(found) > 1:
+        if scores := {float(digits) for digits in form.findall(without_scales)}:
+            if len(scores) > 1:
                 raise RequestFailed("different numbers of which none is marked as the score (set pattern)")
-            return found.pop()
+            return scores.pop()
     raise RequestFailed("an answer without a score")
 
 
 def _last_match(pattern: str, text: str) -> float:
     try:
-        return float([found[1] for found in compile_pattern(pattern).finditer(text, timeout=PATTERN_SECONDS)][-1])
+        return float([match[1] for match in compile_pattern(pattern).finditer(text, timeout=PATTERN_SECONDS)][-1])
     except TimeoutError:
         raise RequestFailed(slow_pattern(pattern)) from None

@@ -39,13 +39,13 @@ EPERM = 1
 ARCHES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # AUDIT_ARCH_*
 ALLOWED = {  # system call -> its number on x86_64 and on aarch64; every other one gives EPERM
     "read": (0, 63), "write": (1, 64), "close": (3, 57), "fstat": (5, 80), "lseek": (8, 62), "mmap": (9, 222),
-    "mprotect": (10, 226), "munmap": (11, 215), "brk": (12, 214), "rt_sigaction": (13, 134), "rt_sigprocmask": (14, 135),
-    "rt_sigreturn": (15, 139), "readv": (19, 65), "writev": (20, 66), "sched_yield": (24, 124), "mremap": (25, 216),
-    "madvise": (28, 233), "nanosleep": (35, 101), "getpid": (39, 172), "exit": (60, 93), "gettimeofday": (96, 169),
-    "getrusage": (98, 165), "times": (100, 153), "getuid": (102, 174), "getgid": (104, 176), "geteuid": (107, 175),
-    "getegid": (108, 177), "sigaltstack": (131, 132), "gettid": (186, 178), "futex": (202, 98), "restart_syscall": (219, 128),
-    "clock_gettime": (228, 113), "clock_getres": (229, 114), "clock_nanosleep": (230, 115), "exit_group": (231, 94),
-    "getrandom": (318, 278),
+    "mprotect": (10, 226), "munmap": (11, 215), "brk": (12, 214), "rt_sigaction": (13, 134),
+    "rt_sigprocmask": (14, 135), "rt_sigreturn": (15, 139), "readv": (19, 65), "writev": (20, 66),
+    "sched_yield": (24, 124), "mremap": (25, 216), "madvise": (28, 233), "nanosleep": (35, 101), "getpid": (39, 172),
+    "exit": (60, 93), "gettimeofday": (96, 169), "getrusage": (98, 165), "times": (100, 153), "getuid": (102, 174),
+    "getgid": (104, 176), "geteuid": (107, 175), "getegid": (108, 177), "sigaltstack": (131, 132),
+    "gettid": (186, 178), "futex": (202, 98), "restart_syscall": (219, 128), "clock_gettime": (228, 113),
+    "clock_getres": (229, 114), "clock_nanosleep": (230, 115), "exit_group": (231, 94), "getrandom": (318, 278),
 }  # fmt: skip
 MODULES = frozenset({  # of the standard library that code may import; they are loaded before the sandbox is shut
     "__future__", "abc", "array", "ast", "asyncio", "base64", "binascii", "bisect", "calendar", "cmath", "collections",
@@ -81,10 +81,10 @@ def run_role() -> None:
         restrict_process()
         exec(compile(task["code"], "<answer>", "exec"), NAMES | {"__name__": "__main__"})
         return
-    own = types.ModuleType(f"__{role}__")  # dataclasses look their module up
-    sys.modules[own.__name__] = own
-    vars(own).update(NAMES, __name__=own.__name__)
-    NAMES = vars(own)
+    module = types.ModuleType(f"__{role}__")  # dataclasses look their module up
+    sys.modules[module.__name__] = module
+    vars(module).update(NAMES, __name__=module.__name__)
+    NAMES = vars(module)
     if role == "answer":
         PEER = Peer(requests, private(1), None, judges=False)
         restrict_process()
@@ -117,7 +117,7 @@ def private(number: int) -> io.BufferedIOBase:
 
 
 def imported(code: str) -> "list[str]":
-    """The modules among `MODULES` that code imports anywhere, with what they load later; none where it does not parse."""
+    """The modules of `MODULES` that code imports anywhere, with what they load later; none where it does not parse."""
     try:
         tree = ast.parse(code)
         names = names_of_tests(code)["modules"]
@@ -128,8 +128,8 @@ def imported(code: str) -> "list[str]":
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and not node.level:
             names.append(node.module or "")
-    found = [name for name in dict.fromkeys(names) if name.partition(".")[0] in MODULES]
-    return [each for name in found for each in (name, *LATER.get(name, []))]
+    modules = [name for name in dict.fromkeys(names) if name.partition(".")[0] in MODULES]
+    return [module for name in modules for module in (name, *LATER.get(name, []))]
 
 
 def use_loop_without_sockets() -> None:
@@ -210,7 +210,7 @@ def filter_of(machine: str) -> bytes:
     allow = 0x7FFF0000
     numbers = sorted(pair[list(ARCHES).index(machine)] for pair in ALLOWED.values())
     steps = [(load, 0, 0, 4), (equal, 1, 0, ARCHES[machine]), (back, 0, 0, kill), (load, 0, 0, 0)]
-    steps += [(equal, len(numbers) - i, 0, number) for i, number in enumerate(numbers)]
+    steps += [(equal, len(numbers) - i, 0, call) for i, call in enumerate(numbers)]
     steps += [(back, 0, 0, refuse), (back, 0, 0, allow)]
     return b"".join(struct.pack("HBBI", *step) for step in steps)
 
@@ -304,8 +304,9 @@ CONVERSIONS = {
 OTHERS = {
     "__len__": len, "__hash__": hash, "__str__": str, "__repr__": repr, "__format__": format, "__iter__": iter,
     "__next__": next, "__reversed__": reversed, "__contains__": operator.contains, "__getitem__": operator.getitem,
-    "__setitem__": operator.setitem, "__delitem__": operator.delitem, "__call__": lambda x, *items, **named: x(*items, **named),
-    "__enter__": lambda x: type(x).__enter__(x), "__exit__": lambda x, *items: type(x).__exit__(x, *items, None),
+    "__setitem__": operator.setitem, "__delitem__": operator.delitem,
+    "__call__": lambda x, *items, **named: x(*items, **named), "__enter__": lambda x: type(x).__enter__(x),
+    "__exit__": lambda x, *items: type(x).__exit__(x, *items, None),
     "__copy__": lambda x: sys.modules["copy"].copy(x), "__deepcopy__": lambda x: sys.modules["copy"].deepcopy(x),
     "__setattr__": setattr, "__delattr__": delattr,
 }  # fmt: skip
@@ -411,10 +412,10 @@ def standard_name(value: object) -> "tuple[str, str] | None":
 
 def standard(module: str, name: str) -> object:
     """The object of that name in a loaded module of the standard library; None without one."""
-    found = sys.modules.get(module)
+    value = sys.modules.get(module)
     for part in name.split("."):
-        found = getattr(found, part, None)
-    return found
+        value = getattr(value, part, None)
+    return value
 
 
 def can_subclass(kind: type) -> bool:
@@ -424,13 +425,13 @@ def can_subclass(kind: type) -> bool:
 
 def bases_of(kind: type) -> "list[type]":
     """The bases of a class; bases of the library such as object, ABC and Enum give way to their own bases."""
-    found = []
+    bases = []
     for base in kind.__bases__:
         stays = standard_name(base) is None or (
             can_subclass(base) and base.__module__ in {"builtins", "collections", *ERRORS}
         )
-        found += [base] if stays else bases_of(base)
-    return list(dict.fromkeys(found))
+        bases += [base] if stays else bases_of(base)
+    return list(dict.fromkeys(bases))
 
 
 def container_items(value: object) -> "list[object]":
@@ -489,9 +490,9 @@ class Peer:
     def ask(self, action: str, target: object, *items: object, **named: object) -> object:
         """The value that the other end gives; its exception is raised."""
         self.asked = self.asked or action != "names"
-        number = None if target is None else self.numbers[id(target)]
+        object_number = None if target is None else self.numbers[id(target)]
         mixed = self.judges and (
-            number in self.mixed or (action in ARITHMETIC.keys() | REVERSED and not is_remote(items[0]))
+            object_number in self.mixed or (action in ARITHMETIC.keys() | REVERSED and not is_remote(items[0]))
         )
         mixed = mixed or (
             self.judges and bool(items) and is_remote(items[0]) and self.numbers[id(items[0])] in self.mixed
@@ -499,7 +500,7 @@ class Peer:
         self.send(
             {
                 "do": action,
-                "to": number and -number,
+                "to": object_number and -object_number,
                 "items": [self.encode(item) for item in items],
                 "named": {name: self.encode(item) for name, item in named.items()},
             }
@@ -539,8 +540,12 @@ class Peer:
 
     def check_attribute(self, action: str, thing: object, name: object) -> None:
         """Refuse attributes of the tests' objects that lead to their code, and changes of all but their own objects."""
-        own = type(thing).__module__ == "__tests__" and not isinstance(thing, type)
-        if not isinstance(name, str) or (name.startswith("__") and name not in SHOWN) or (action != "get" and not own):
+        from_tests = type(thing).__module__ == "__tests__" and not isinstance(thing, type)
+        if (
+            not isinstance(name, str)
+            or (name.startswith("__") and name not in SHOWN)
+            or (action != "get" and not from_tests)
+        ):
             raise AttributeError(f"no attribute {name!r} is given away")
 
     # Messages
@@ -555,29 +560,31 @@ class Peer:
             self.shown = {name: NAMES.get(name) for name in self.shown}
         changes = []
         done = set()
-        while not self.receiving and (left := [number for number in self.contents if number not in done]):
-            for number in left:
-                done.add(number)
-                container = self.objects[number]
-                before = self.contents[number]
+        while not self.receiving and (
+            left := [object_number for object_number in self.contents if object_number not in done]
+        ):
+            for object_number in left:
+                done.add(object_number)
+                container = self.objects[object_number]
+                before = self.contents[object_number]
                 items = container_items(container)
                 if before is None or len(items) != len(before) or not all(map(operator.is_, items, before)):
-                    self.contents[number] = items
-                    changes.append([number, *self.kind_of(container), [self.encode(item) for item in items]])
+                    self.contents[object_number] = items
+                    changes.append([object_number, *self.kind_of(container), [self.encode(item) for item in items]])
                 del container, before, items
         dropped = []
         while (
             dead := []
             if self.receiving
             else [
-                number
-                for number in self.contents
-                if type(self.objects[number]) in CONTAINERS and sys.getrefcount(self.objects[number]) <= 2
+                object_number
+                for object_number in self.contents
+                if type(self.objects[object_number]) in CONTAINERS and sys.getrefcount(self.objects[object_number]) <= 2
             ]
         ):
             dropped += dead
-            for number in dead:
-                self.forget(number)
+            for object_number in dead:
+                self.forget(object_number)
         line = json.dumps({**message, "changes": changes, "dropped": dropped}).encode() + b"\n"
         if self.longest is not None:
             self.longest += 2 * len(line)
@@ -592,15 +599,15 @@ class Peer:
         try:
             message = json.loads(line)
             self.receiving = True
-            for number, kind, extra, _ in message["changes"]:
-                if kind and number > 0 and -number not in self.objects:
-                    made = next(each for each in CONTAINERS if each.__name__ == kind)
-                    self.add(-number, made(maxlen=extra) if kind == "deque" else made())
+            for object_number, kind, extra, _ in message["changes"]:
+                if kind and object_number > 0 and -object_number not in self.objects:
+                    made = next(container_type for container_type in CONTAINERS if container_type.__name__ == kind)
+                    self.add(-object_number, made(maxlen=extra) if kind == "deque" else made())
             for name in ("value", "error"):
                 if name in message:
                     message[name] = self.decode(message[name])
             if "do" in message:
-                message["items"] = [self.decode(each) for each in message["items"]]
+                message["items"] = [self.decode(argument) for argument in message["items"]]
                 message["named"] = {name: self.decode(item) for name, item in message["named"].items()}
             # All that was encoded is decoded, in the same order: what is new is described once, and later only referred
             # to.
@@ -608,18 +615,18 @@ class Peer:
                 value = self.decode(encoded)
                 if name in self.shown and NAMES.get(name) is self.shown[name]:
                     self.shown[name] = NAMES[name] = value
-            for number, kind, extra, items in message.pop("changes"):
-                container = self.objects[-number]
+            for object_number, kind, extra, items in message.pop("changes"):
+                container = self.objects[-object_number]
                 factory = self.decode(extra)
-                if -number not in self.contents:
+                if -object_number not in self.contents:
                     os._exit(DIED)
                 set_items(container, [self.decode(item) for item in items])
-                if kind == "defaultdict" and number > 0:
+                if kind == "defaultdict" and object_number > 0:
                     container.default_factory = factory
-                self.contents[-number] = container_items(container)
+                self.contents[-object_number] = container_items(container)
                 del container
-            for number in message.pop("dropped"):
-                self.forget(-number)
+            for object_number in message.pop("dropped"):
+                self.forget(-object_number)
             if text := message.pop("printed", ""):
                 sys.stdout.write(text)
         except (LookupError, TypeError, ValueError, AttributeError, RecursionError, OverflowError, ArithmeticError):
@@ -669,23 +676,29 @@ class Peer:
             return ["value", kind.__module__, kind.__name__, *map(self.encode, parts_of(value))]
         if (isinstance(value, type) or (self.judges and callable(value))) and (name := standard_name(value)):
             return ["standard", *name]
-        self.last = number = self.last + 1
-        self.add(number, value)
+        self.last = object_number = self.last + 1
+        self.add(object_number, value)
         if isinstance(value, type):
-            return ["class", number, value.__name__, overridden(value), [self.encode(base) for base in bases_of(value)]]
+            return [
+                "class",
+                object_number,
+                value.__name__,
+                overridden(value),
+                [self.encode(base) for base in bases_of(value)],
+            ]
         if kind in CONTAINERS:
-            return ["known", -number]
+            return ["known", -object_number]
         if kind is types.CoroutineType:
-            return ["await", number]
+            return ["await", object_number]
         if isinstance(value, BaseException) and standard_name(kind):
-            del self.objects[number], self.numbers[id(value)]
+            del self.objects[object_number], self.numbers[id(value)]
             return ["error", self.encode(kind), *map(self.encode, value.args)]
         content = builtin_base(CONTENTS, value)
         parts = [] if content is None else [plain_content(content, value)]
         if isinstance(value, BaseException):
             parts = value.args
-        own = self.encode(kind) if standard_name(kind) is None and kind.__module__ != "builtins" else None
-        return ["object", number, own, *map(self.encode, parts)]  # the class first, as it is decoded
+        encoded_class = self.encode(kind) if standard_name(kind) is None and kind.__module__ != "builtins" else None
+        return ["object", object_number, encoded_class, *map(self.encode, parts)]  # the class first, as it is decoded
 
     def decode(self, value: object) -> object:
         """The value that `encode` made JSON of."""
@@ -710,13 +723,13 @@ class Peer:
 
     def decode_standard(self, module: str, name: str) -> object:
         """A class or function of the library; where the tests are, classes of values and errors only."""
-        found = standard(module, name)
+        value = standard(module, name)
         if self.judges:
-            known = module == "builtins" or name in VALUES.get(module, ()) or found in CONTAINERS
-            known = known or (module in ERRORS and isinstance(found, type) and issubclass(found, Exception))
-            if not known or not isinstance(found, type):
+            known = module == "builtins" or name in VALUES.get(module, ()) or value in CONTAINERS
+            known = known or (module in ERRORS and isinstance(value, type) and issubclass(value, Exception))
+            if not known or not isinstance(value, type):
                 return type.__new__(RemoteClass, str(name), (Remote,), {"__slots__": ()})
-        return found
+        return value
 
     def decode_object(self, mark: str, number: int, rest: "list[object]") -> object:
         """A stand-in for an object, a class or a coroutine of the other end."""
@@ -727,10 +740,12 @@ class Peer:
         if mark == "await":
             return waiting(self.add(number, object()))
         kind = Remote if rest[0] is None else self.decode(rest[0])
-        items = [self.decode(each) for each in rest[1:]]
+        items = [self.decode(part) for part in rest[1:]]
         if type(kind) is not RemoteClass:
             raise TypeError(kind)
-        content = next((each for each in (*CONTENTS, *CONTAINERS, BaseException) if issubclass(kind, each)), object)
+        content = next(
+            (builtin for builtin in (*CONTENTS, *CONTAINERS, BaseException) if issubclass(kind, builtin)), object
+        )
         return self.add(number, content.__new__(kind, *items))
 
 
@@ -768,7 +783,7 @@ def mirror(name: str, own: "list[str]", bases: "list[type]") -> type:
         shown = {"__str__", "__repr__", "__format__"}
         if issubclass(first[0], tuple):
             shown |= {"__setattr__", *(ARITHMETIC.keys() | REVERSED) & set(own)}
-        names |= {each: vars(Remote)[each] for each in shown}
+        names |= {method: vars(Remote)[method] for method in shown}
     try:
         return type.__new__(RemoteClass, name, tuple(bases), names)
     except TypeError:  # bases that do not go together
@@ -777,8 +792,8 @@ def mirror(name: str, own: "list[str]", bases: "list[type]") -> type:
 
 def overridden(kind: type) -> "list[str]":
     """The operators that a class or its bases define outside the library."""
-    own = [name for each in kind.__mro__ if standard_name(each) is None for name in vars(each)]
-    return [name for name in own if name in ARITHMETIC or name in REVERSED]
+    names = [name for cls in kind.__mro__ if standard_name(cls) is None for name in vars(cls)]
+    return [name for name in names if name in ARITHMETIC or name in REVERSED]
 
 
 def plain_content(kind: type, value: object) -> object:
@@ -843,36 +858,36 @@ def run_tests(tests: str, peer: Peer) -> None:
     """
     tree = ast.parse(tests, "<tests>")
     names = names_of_tests(tests)
-    found = peer.ask("names", None, [*names["answer"], *names["builtins"]])
-    if not found.keys() >= {*names["needed"]} and not {"NameError", "globals"} & {*names["builtins"]}:
+    variables = peer.ask("names", None, [*names["answer"], *names["builtins"]])
+    if not variables.keys() >= {*names["needed"]} and not {"NameError", "globals"} & {*names["builtins"]}:
         raise AnswerError("a name that the tests need is missing")
     for name in [*names["answer"], *([] if names["needed"] else names["builtins"])]:
-        if name in found:
-            NAMES[name] = found[name]
+        if name in variables:
+            NAMES[name] = variables[name]
             if name not in names["bound"]:  # what the tests set stays as they set it
-                peer.shown[name] = found[name]
+                peer.shown[name] = variables[name]
     for name in names["modules"]:
         NAMES[name] = importlib.import_module(name)
     exec(compile(ExpectedFirst(names).visit(tree), "<tests>", "exec"), NAMES)
-    if not peer.asked and (not found or any(is_remote(value) for value in found.values())):
+    if not peer.asked and (not variables or any(is_remote(value) for value in variables.values())):
         raise AnswerError("nothing was asked of the answer")
 
 
 class ExpectedFirst(ast.NodeTransformer):
-    """`f(x) == g(x)` with an f of the answer as `g(x) == f(x)`: what is expected is worked out before the answer runs."""
+    """`f(x) == g(x)` with the answer's f as `g(x) == f(x)`: the expected value is computed before the answer runs."""
 
     def __init__(self, names: "dict[str, list[str]]"):
         self.answer = {*names["answer"]} - {*names["bound"]}
 
     def asks(self, node: ast.AST) -> bool:
         """True where an expression reads a name that may be the answer's."""
-        return any(isinstance(each, ast.Name) and each.id in self.answer for each in ast.walk(node))
+        return any(isinstance(part, ast.Name) and part.id in self.answer for part in ast.walk(node))
 
     def visit_Compare(self, node: ast.Compare) -> ast.AST:
         """Turn `==` and `!=` round where the answer stands on the left alone."""
         self.generic_visit(node)
         right = node.comparators[0]
-        calls = any(isinstance(each, ast.Call) for each in ast.walk(right))
+        calls = any(isinstance(part, ast.Call) for part in ast.walk(right))
         same = len(node.ops) == 1 and isinstance(node.ops[0], (ast.Eq, ast.NotEq))
         if same and calls and self.asks(node.left) and not self.asks(right):
             node.left, node.comparators = right, [node.left]
@@ -912,14 +927,14 @@ def names_of_tests(tests: str) -> "dict[str, list[str]]":
             bound.update(getattr(module, "__all__", vars(module)))
     inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     whole = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and id(node) not in inner}
-    found = {"answer": [], "builtins": [], "modules": [], "helpers": [], "bound": sorted(bound)}
+    names = {"answer": [], "builtins": [], "modules": [], "helpers": [], "bound": sorted(bound)}
     for name in sorted(read):
         kind = "builtins" if name in dir(builtins) else "" if name.startswith("__") else "answer"
         if kind == "answer" and name not in bound:
             kind = "modules" if name in MODULES - whole else "helpers" if name in HELPERS else kind
-        found.get(kind, []).append(name)
-    found["needed"] = sorted({*found["answer"]} & needed - bound)
-    return found
+        names.get(kind, []).append(name)
+    names["needed"] = sorted({*names["answer"]} & needed - bound)
+    return names
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ def choose_best(
     threshold: float | None = None,
     distinct: bool = True,
 ) -> list[int]:
-    """Numbers of the responses to a prompt that are kept, the best one first; of equal scores the first one comes first.
+    """Numbers of the responses to a prompt that are kept, the best one first; of equal scores the first comes first.
 
     Args:
         scores: of the responses to one prompt; not a number: a response that is not to be kept.
@@ -24,9 +24,8 @@ def choose_best(
         distinct: of equal texts only the one with the highest score.
 
     Source: keep=1: Stiennon et al. 2020, arXiv:2009.01325, appendix G.3; the best ones as demonstrations: Dong et al.
-    2023,
-        arXiv:2304.06767, algorithm 1 (RAFT); a threshold: Zelikman et al. 2022, arXiv:2203.14465, algorithm 1 (STaR),
-        Gulcehre et al. 2023, arXiv:2308.08998, section 3 (ReST).
+    2023, arXiv:2304.06767, algorithm 1 (RAFT); a threshold: Zelikman et al. 2022, arXiv:2203.14465, algorithm 1
+    (STaR), Gulcehre et al. 2023, arXiv:2308.08998, section 3 (ReST).
     """
     able = [i for i, score in enumerate(scores) if not math.isnan(score)]
     order = sorted((i for i in able if threshold is None or scores[i] >= threshold), key=lambda i: -scores[i])

@@ -358,14 +358,16 @@ def names_of(specs: Sequence[RewardSpec]) -> list[str]:
         raise ValueError(f"rewards: two entries are named {twice[0]!r}; names have to differ")
     for spec in specs:
         base = re.findall(r"\w+", spec.function)[-1] if spec.function is not None else (spec.kinds or [""])[0]
-        free = (base if number == 1 else f"{base}_{number}" for number in itertools.count(1))
+        free = (base if suffix == 1 else f"{base}_{suffix}" for suffix in itertools.count(1))
         names.append(spec.name or next(name for name in free if name not in (*given, *names)))
     return names
 
 
 def reward_models_of(reward_model: str | None, rewards: Sequence[RewardSpec]) -> list[str]:
     """Directories of the reward models, in the order of `rewards`; `reward_model` is the short form of one entry."""
-    return [each for each in (reward_model, *(spec.reward_model for spec in rewards)) if each is not None]
+    return [
+        directory for directory in (reward_model, *(spec.reward_model for spec in rewards)) if directory is not None
+    ]
 
 
 def unnormalized_if_single(specs: Sequence[RewardSpec]) -> list[RewardSpec]:
@@ -378,7 +380,7 @@ def unnormalized_if_single(specs: Sequence[RewardSpec]) -> list[RewardSpec]:
 def check_rewards(
     reward_model: str | None, rewards: Sequence[RewardSpec], combine: Combine = "mean", std_coef: float = 1.0
 ) -> None:
-    """Refuse (ValueError) no reward, both the short form and the list, and settings of the short form beside the list."""
+    """Refuse (ValueError) no reward, the short form with the list, and settings of the short form beside the list."""
     if not rewards and reward_model is None:
         raise ValueError("say what is rewarded: reward_model=DIR, or a list `rewards` of entries")
     if rewards and reward_model is not None:

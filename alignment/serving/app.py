@@ -154,20 +154,20 @@ class ModelThread:
                 _tell(receive, BadRequest("the server stops", status=500))
                 continue
             try:
-                number = self._engine.add(request)
+                request_id = self._engine.add(request)
             except (UserError, ValueError) as error:
                 _tell(receive, BadRequest(str(error)))
             except Exception as error:  # it must not end the thread: out of memory, for one
                 _tell(receive, BadRequest(f"the model failed: {type(error).__name__}: {error}", status=500))
             else:
-                self._receivers[number] = receive
-                taken.append((number, receive))
+                self._receivers[request_id] = receive
+                taken.append((request_id, receive))
 
     def _cancel(self, taken: Sequence[tuple[int, Receiver]]) -> None:
-        for number, receive in taken:
-            if self._receivers.get(number) is receive:  # a new engine counts from the beginning
-                del self._receivers[number]
-                self._engine.cancel(number)
+        for request_id, receive in taken:
+            if self._receivers.get(request_id) is receive:  # a new engine counts from the beginning
+                del self._receivers[request_id]
+                self._engine.cancel(request_id)
 
     def _fail_all(self, message: str) -> None:
         receivers = list(self._receivers.values())
@@ -316,8 +316,8 @@ def build_app(served: ServedModel, thread: ModelThread, *, key: str | None = Non
         if seconds > STUCK_SECONDS:
             message = f"the model's step takes {seconds:.0f} s so far; nobody is answered before its end"
             raise BadRequest(message, status=503)
-        found = {"running": thread.running, "queued": thread.queued, "step_seconds": round(seconds, 3)}
-        return json_response({"status": "ok", **found})
+        load = {"running": thread.running, "queued": thread.queued, "step_seconds": round(seconds, 3)}
+        return json_response({"status": "ok", **load})
 
     async def models(request: "Request") -> "ASGIApp":
         return json_response({"object": "list", "data": list(descriptions.values())})
@@ -452,7 +452,7 @@ async def while_connected(request: "Request", work: Coroutine[object, object, T]
 
 
 def closing(answer: Answer, response: "ASGIApp") -> "ASGIApp":
-    """A response after which the answer is closed, however it ends: also where the client goes away before its first byte."""
+    """A response after which the answer is closed, however it ends: also if the client leaves before its first byte."""
 
     async def send_and_close(scope: "Scope", receive: "Receive", send: "Send") -> None:
         try:

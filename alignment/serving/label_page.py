@@ -1,4 +1,4 @@
-"""The page of `alignment label` over HTTP, by Python's own server: on the loopback interface, for those who have the token.
+"""The page of `alignment label` over HTTP, by Python's own server, on the loopback interface, for holders of the token.
 
 Nothing is answered without the token, under another host's name, or to a page of another origin. Questions and answers
 come from functions that are handed in.
@@ -70,8 +70,8 @@ class Handler(BaseHTTPRequestHandler):
             kind = "application/json"
             content = json.dumps({"error": str(error)})
         self.send_response(status)
-        own = {"Content-Type": f"{kind}; charset=utf-8", "Content-Length": str(len(content.encode()))}
-        for name, value in {**HEADERS, **own, "Content-Security-Policy": POLICY.format(nonce)}.items():
+        content_headers = {"Content-Type": f"{kind}; charset=utf-8", "Content-Length": str(len(content.encode()))}
+        for name, value in {**HEADERS, **content_headers, "Content-Security-Policy": POLICY.format(nonce)}.items():
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(content.encode())

@@ -152,12 +152,12 @@ class TextBody(Body):
 
 
 def read_request(kind: Kind, body: object) -> tuple[Body, list[Prompt]]:
-    """The parameters and prompts of a JSON body, chat has one; BadRequest for what is missing, wrong or not supported."""
+    """The parameters and prompts of a JSON body (one for chat); BadRequest for any missing, wrong or unsupported."""
     if not isinstance(body, dict):
         raise BadRequest("the body must be a JSON object")
     given = {name: value for name, value in body.items() if value is not None and name not in IGNORED}
     form, text = (ChatBody, "messages") if kind == "chat" else (TextBody, "prompt")
-    known = {text, *(each.name for each in fields(form))}
+    known = {text, *(parameter.name for parameter in fields(form))}
     for name in given.keys() - known:
         if name not in OFF:
             name = name[:80]  # a search for a name that is alike takes seconds for millions of letters
@@ -299,11 +299,11 @@ class AnswerWriter:
         }
 
     def _token_log_prob(self, event: TokenEvent) -> JSON:
-        own, *alternatives = (
+        sampled, *alternatives = (
             {"token": self._name(token), "logprob": _finite(value), "bytes": self._bytes(token)}
             for token, value in [(event.token, event.log_prob), *event.alternatives]
         )
-        return {**own, "top_logprobs": alternatives}
+        return {**sampled, "top_logprobs": alternatives}
 
     def _bytes(self, token: int) -> list[int]:
         """A token's bytes, also where they are half a character, which byte-level vocabularies spell in letters."""

@@ -1,5 +1,6 @@
-"""The processes of a run: how they join, their collective operations, their agreement on config, code and data, and an end of
-all of them when one fails. With one process nothing here communicates.
+"""The processes of a run: joining, collective operations, agreement on config, code and data, and their common end.
+
+All processes end when one fails. With one process nothing here communicates.
 """
 
 import atexit
@@ -125,16 +126,16 @@ class ProcessGroup:
 
     def on_main(self, function: Callable[[], T]) -> T:
         """The picklable result of a function that rank 0 alone calls, on every rank; its UserError is raised on all."""
-        found: Any = None
+        result: Any = None
         if self.is_main:
             try:
-                found = function()
+                result = function()
             except UserError as error:
-                found = error
-        found = self.broadcast_object(found)
-        if isinstance(found, UserError):
-            raise found
-        return found
+                result = error
+        result = self.broadcast_object(result)
+        if isinstance(result, UserError):
+            raise result
+        return result
 
     def barrier(self) -> None:
         """Wait until every rank has reached this call."""
@@ -249,7 +250,7 @@ def compare_checkpoints(directories: Mapping[str, Path]) -> None:
     A collective operation. Ranks read slices of the weights, and nobody would notice slices of different models.
     """
     if launched_size() > 1:
-        named = {name: sorted(filter(Path.is_file, each.iterdir())) for name, each in directories.items()}
+        named = {name: sorted(filter(Path.is_file, directory.iterdir())) for name, directory in directories.items()}
         compare_ranks({name: {path.name: hash_of_ends(path)[:16] for path in paths} for name, paths in named.items()})
 
 
@@ -314,14 +315,17 @@ def is_first_to_report(text: str) -> bool:
 
 
 def _report_failure(error: Exception | SystemExit, store: Store) -> None:
-    """Publish this rank's error for the others; where it is only a consequence of another rank's, tell that one and exit."""
+    """Publish this rank's error for the others; if it only follows from another rank's, print that one and exit."""
     lost = isinstance(error, RuntimeError) and any(word in str(error).lower() for word in CONNECTION_WORDS)
     until = time.monotonic() + (GRACE_SECONDS if lost else 0)
     while (first := _first_failure(store)) is None and time.monotonic() < until:
         time.sleep(POLL_SECONDS)  # the rank that closed the connection may be about to report its error
     text = f"{type(error).__name__}: {_first_line(error)}"
     if lost and first is None:
-        text = f"it lost the connection to another rank, which was killed, ran out of memory or hangs ({_first_line(error)})"
+        text = (
+            "it lost the connection to another rank, which was killed, ran out of memory or hangs "
+            f"({_first_line(error)})"
+        )
         print(f"error: rank {launched_rank()} ends: {text}", file=sys.stderr, flush=True)
     if first is None and not isinstance(error, SystemExit):
         store.set(FAILURE, json.dumps({"rank": launched_rank(), "error": text}))
@@ -332,7 +336,7 @@ def _report_failure(error: Exception | SystemExit, store: Store) -> None:
 
 
 def _watch(store: Store, closed: threading.Event) -> None:
-    """End this process soon after another rank has failed: it may be blocked in a collective that no signal interrupts."""
+    """End this process soon after another rank fails: it may be blocked in a collective that no signal interrupts."""
     while not closed.wait(POLL_SECONDS):
         first = _first_failure(store)
         if first is not None:

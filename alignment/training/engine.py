@@ -27,7 +27,7 @@ SHOWN_NAMES = 20  # of a message
 
 
 class NonFiniteError(RuntimeError):
-    """A loss or a gradient is not finite. The weights are those before the update; the engine must not be used again."""
+    """A loss or gradient is not finite. The weights are those before the update; the engine must not be used again."""
 
 
 class MovingAverage:
@@ -101,8 +101,8 @@ class Engine:
         decay = training.ema_decay
         self.average = None if decay is None else MovingAverage(self.backend, decay)
         if self.process_group.size > 1:  # weights are equal on all ranks by now; dropout must differ between them
-            own = np.random.SeedSequence([training.seed, self.process_group.rank])
-            torch.manual_seed(int(own.generate_state(1, np.uint64)[0]))
+            seed_sequence = np.random.SeedSequence([training.seed, self.process_group.rank])
+            torch.manual_seed(int(seed_sequence.generate_state(1, np.uint64)[0]))
 
     def update(self, *terms: Term) -> dict[str, float]:
         """One optimizer step on the sum of `terms`, each averaged over its own global weight.
@@ -119,7 +119,7 @@ class Engine:
         Raises:
             NonFiniteError: loss or gradient norm is not finite; weights and optimizer are untouched.
         """
-        number = self.step + 1
+        step = self.step + 1
         device = self.process_group.device
         weights, counts, tokens = self._global_weights(terms)
         sums = [MetricSums() for _ in terms]
@@ -135,22 +135,22 @@ class Engine:
                     self.backend.backward(loss.total * factor, last)
                 except torch.OutOfMemoryError as error:
                     raise UserError(
-                        f"out of memory in update {number}, on a micro-batch of {sum(batch.lengths)} tokens (rows "
+                        f"out of memory in update {step}, on a micro-batch of {sum(batch.lengths)} tokens (rows "
                         f"{_join_names(batch.row_ids)}): lower training.micro_batch_tokens, which changes no result, "
                         "or set training.gradient_checkpointing=true"
                     ) from error
                 term_sums.add(loss, batch)
-        rate = learning_rate_at(number, self.config, self.total_steps)
+        rate = learning_rate_at(step, self.config, self.total_steps)
         names, local_sums = flatten_sums(sums, device)
         values, grad_norm = self.backend.step(rate, self.process_group.sum(local_sums), num_losses=len(terms))
         totals = values[: len(terms)]
         metric_totals = values[len(terms) :]
         if not all(math.isfinite(value) for value in (*totals, grad_norm)):
             raise self._non_finite(terms, sums, grad_norm)
-        self.step = number
+        self.step = step
         if self.average is not None:
             self.average.update()
-        if number == 1 and (missing := self.backend.without_gradient()):  # a wrong target, or a graph that was cut
+        if step == 1 and (missing := self.backend.without_gradient()):  # a wrong target, or a graph that was cut
             self.untrained = missing
             names_missing = _join_names(missing)
             warnings.warn(f"trainable parameters without a gradient in the first update: {names_missing}", stacklevel=2)
@@ -159,8 +159,8 @@ class Engine:
         metrics |= {"grad_norm": grad_norm, "learning_rate": rate, "tokens": tokens}
         metrics |= {term.key("loss"): loss for term, loss in zip(terms, losses, strict=True) if term.name}
         for position, (term, weight) in enumerate(zip(terms, weights, strict=True)):
-            own = {name: total for (of, name), total in zip(names, metric_totals, strict=True) if of == position}
-            metrics |= {term.key(name): value for name, value in averages(own, weight).items()}
+            named_sums = {name: total for (of, name), total in zip(names, metric_totals, strict=True) if of == position}
+            metrics |= {term.key(name): value for name, value in averages(named_sums, weight).items()}
         return metrics
 
     def averaged_weights(self) -> AbstractContextManager[None]:

@@ -136,14 +136,14 @@ def go_on(
     *,
     remembers: Stateful | None = None,
 ) -> Callable[[], dict[str, Any]]:
-    """Go on from the run's newest checkpoint, where there is one; returns a function that gives the state for the next."""
+    """Go on from the run's newest checkpoint, if any; returns a function that gives the state for the next one."""
     saved = load_run_state(run, engine, training)
     result.restore(saved)
     parts = {name: part for name, part in (("stream", stream), ("updates", remembers)) if isinstance(part, Stateful)}
     for name, part in parts.items():
         if saved is not None:
             part.restore(saved.get(name))
-    return lambda: result.state() | {name: each for name, part in parts.items() if (each := part.state()) is not None}
+    return lambda: result.state() | {name: state for name, part in parts.items() if (state := part.state()) is not None}
 
 
 def evaluate_model(
@@ -164,7 +164,7 @@ def evaluate_model(
 
 @torch.no_grad()
 def held_out_metrics(engine: Engine, batches: Sequence[Batch], loss_fn: LossFn) -> dict[str, float]:
-    """Mean loss and metrics over held-out batches, in eval mode, keys prefixed `held_out_`; every rank reads them all."""
+    """Mean loss and metrics over held-out batches, in eval mode, keys prefixed `held_out_`; each rank reads all."""
     was_training = engine.backend.unwrapped.training  # DeepSpeed's wrapper always says True
     engine.model.eval()
     sums: dict[tuple[str, str], Tensor] = {}
@@ -185,7 +185,7 @@ def is_due(step: int, every: int, total: int) -> bool:
 
 
 def load_run_state(run: Run, engines: Engines, training: TrainingConfig) -> dict[str, Any] | None:
-    """Resume engines and random states from the run's newest checkpoint; returns the state saved with it and its `step`."""
+    """Resume engines and random states from the run's newest checkpoint; returns the saved state and its `step`."""
     process_group = process_group_of(engines)
     run.random_start = generator_states()
 
@@ -219,7 +219,7 @@ def load_run_state(run: Run, engines: Engines, training: TrainingConfig) -> dict
 def save_run_state(
     run: Run, engines: Engines, training: TrainingConfig, step: int, state: dict[str, Any] | None = None
 ) -> None:
-    """Save a checkpoint with this JSON-like state, if one is due or a signal asks the run to stop; a collective operation."""
+    """Save a checkpoint with this JSON-like state, if one is due or a signal asks to stop; a collective operation."""
     process_group = process_group_of(engines)
     asked = torch.tensor([max(run.requested, default=0), is_save_due(run, engines, training, step)])
     if process_group.size > 1:  # ranks get a signal at different times, and must stop after the same step

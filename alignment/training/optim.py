@@ -108,7 +108,7 @@ class OptimConfig(Settings):
         ),
         Rule(
             "learning_rates",
-            lambda c: next((why for each in c.learning_rates if (why := refusal(compile_pattern, each))), ""),
+            lambda c: next((why for pattern in c.learning_rates if (why := refusal(compile_pattern, pattern))), ""),
         ),
         Rule(
             "learning_rates",
@@ -138,9 +138,9 @@ class OptimConfig(Settings):
     def highest_rate(self) -> float:
         """The largest sensible learning rate.
 
-        AdamW moves a weight by up to learning_rate * |g| / (|g| + eps): by the rate itself where eps is small. Adafactor
-        and Muon move the weights of a matrix by about the rate, too. SGD's step is proportional to the gradient: no
-        limit.
+        AdamW moves a weight by up to learning_rate * |g| / (|g| + eps): by the rate itself where eps is small.
+        Adafactor and Muon move the weights of a matrix by about the rate, too. SGD's step is proportional to the
+        gradient: no limit.
         """
         return math.inf if self.name == "sgd" else max(1.0, self.eps)
 
@@ -154,10 +154,15 @@ def _foreign(config: OptimConfig, key: str, settings: Mapping[str, tuple[str, ..
     """Names a setting that only others than the chosen optimizer or schedule have and that differs from its default."""
     chosen = getattr(config, key)
     foreign = {name for names in settings.values() for name in names} - set(settings.get(chosen, ()))
-    for each in fields(config):
-        if each.name in foreign and getattr(config, each.name) not in (each.default, getattr(OptimConfig, each.name)):
-            users = ", ".join(name for name, names in settings.items() if each.name in names)
-            return f"{chosen} has no {each.name}; leave {each.name} out, or choose among those that have it: {users}"
+    for setting in fields(config):
+        if setting.name in foreign and getattr(config, setting.name) not in (
+            setting.default,
+            getattr(OptimConfig, setting.name),
+        ):
+            users = ", ".join(name for name, names in settings.items() if setting.name in names)
+            return (
+                f"{chosen} has no {setting.name}; leave {setting.name} out, or choose among those that have it: {users}"
+            )
     return ""
 
 
@@ -256,7 +261,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
 
 class AdamW(torch.optim.AdamW):
-    """torch's AdamW without its wrappers for torch.compile, whose first call loads the compiler: a second of start-up."""
+    """torch's AdamW without wrappers for torch.compile, whose first call loads the compiler: a second of start-up."""
 
     add_param_group = unwrap(torch.optim.Optimizer.add_param_group)
     zero_grad = unwrap(torch.optim.Optimizer.zero_grad)
@@ -307,7 +312,10 @@ def _muon(model: nn.Module, groups: list[Group], config: OptimConfig) -> MuonWit
         )
 
     def part(in_muon: bool) -> list[Group]:
-        parts = [{**each, "params": [x for x in each["params"] if (id(x) in hidden) == in_muon]} for each in groups]
+        parts = [
+            {**param_group, "params": [x for x in param_group["params"] if (id(x) in hidden) == in_muon]}
+            for param_group in groups
+        ]
         return [group for group in parts if group["params"]]
 
     optimizers: list[torch.optim.Optimizer] = [
@@ -349,18 +357,18 @@ def _learning_rate_scales(names: Sequence[str], learning_rates: Mapping[str, flo
     """The factor of the learning rate of each parameter that a pattern matches; the first matching pattern counts."""
     scales: dict[str, float] = {}
     for pattern, factor in learning_rates.items():
-        found = search_names(pattern, names, f"optim.learning_rates {pattern!r}")
-        if not found:
+        matches = search_names(pattern, names, f"optim.learning_rates {pattern!r}")
+        if not matches:
             raise UserError(
                 f"optim.learning_rates: {pattern!r} is found in the name of no trainable parameter; there are: "
                 f"{', '.join(without_numbers(names))}"
             )
-        if all(name in scales for name in found):
+        if all(name in scales for name in matches):
             raise UserError(
                 f"optim.learning_rates: {pattern!r} has no effect: patterns before it match all its parameters, and "
                 "the first one counts; move it up, or leave it out"
             )
-        scales |= {name: factor for name in found if name not in scales}
+        scales |= {name: factor for name in matches if name not in scales}
     return scales
 
 
@@ -392,15 +400,15 @@ def optimizer_bytes(shapes: Mapping[str, Sequence[int]], config: OptimConfig, *,
     eight_bit = config.name in EIGHT_BIT
     total = 0
     for name, shape in shapes.items():
-        number = math.prod(shape)
+        size = math.prod(shape)
         if config.name == "sgd" or (config.name == "muon" and name in hidden):
-            total += 4 * number if config.momentum_or_default or name in hidden else 0
+            total += 4 * size if config.momentum_or_default or name in hidden else 0
         elif config.name == "adafactor":  # the second moment by row and column, and the root mean square of the weight
-            total += 4 * (number // shape[-1] + number // shape[-2] if len(shape) > 1 else number) + 4
-        elif eight_bit and number >= MIN_8BIT_SIZE:
-            total += 2 * (number + 4 * math.ceil(number / BLOCK_SIZE))
+            total += 4 * (size // shape[-1] + size // shape[-2] if len(shape) > 1 else size) + 4
+        elif eight_bit and size >= MIN_8BIT_SIZE:
+            total += 2 * (size + 4 * math.ceil(size / BLOCK_SIZE))
         else:
-            total += 2 * 4 * number + (0 if eight_bit else 4)  # and the number of updates
+            total += 2 * 4 * size + (0 if eight_bit else 4)  # and the number of updates
     has_codes = eight_bit and any(math.prod(shape) >= MIN_8BIT_SIZE for shape in shapes.values())
     return total + (CODE_TABLE_BYTES if has_codes else 0)
 

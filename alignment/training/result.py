@@ -80,7 +80,12 @@ class Result:
     def __init__(
         self, run: Run, engine: Engine, training: TrainingConfig, save: Callable[[], object] | None, *, evaluated: bool
     ):
-        """Begin without a best; `save` writes the engine's weights as the run's model, `evaluated`: there are evaluations."""
+        """Begin without a best.
+
+        Args:
+            save: writes the engine's weights as the run's model.
+            evaluated: there are evaluations.
+        """
         metric = training.best_metric
         if metric is not None and not evaluated:
             raise UserError(NO_EVALUATION)
@@ -105,7 +110,7 @@ class Result:
         return {} if self.best is None else {"best": self.best.state()}
 
     def restore(self, state: Mapping[str, Mapping[str, object]] | None) -> None:
-        """Go on from the state of a checkpoint; None: there was none. Damage of the best weights is noted in the run."""
+        """Go on from the state of a checkpoint; None: there was none. The run notes damage of the best weights."""
         if self.best is None or state is None:
             return
         self.best = replace(self.best, **state["best"])
@@ -118,9 +123,9 @@ class Result:
             self._run.note(f"{self.best.metric} no longer improved: the run has ended, and goes no further")
 
     def add(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
-        """Note the evaluation after update `step`, save the weights if it is the best, and return what to log of the best.
+        """Note the evaluation after update `step`, save the weights if it is the best, and return what to log.
 
-        A collective operation.
+        The step and value of the best evaluation are logged. A collective operation.
         """
         if self.best is None:
             return {}
@@ -140,7 +145,7 @@ class Result:
         return {"best_step": float(self.best.step), f"best_{metric}": self.best.value}
 
     def write(self, ended: int | None = None) -> None:
-        """Put the best weights into the engine, where these are the result, and write the model; a collective operation.
+        """Put the best weights into the engine, if these are the result, and write the model; a collective operation.
 
         Args:
             ended: step after which the run ended, where steps are not the engine's updates; None: they are.

@@ -1,4 +1,4 @@
-"""Seconds of the phases of an iteration, and the most that a device computes: a table of GPUs, measured on a processor."""
+"""Seconds of an iteration's phases, and the most that a device computes: a table of GPUs, measured on a processor."""
 
 import time
 from collections.abc import Iterator

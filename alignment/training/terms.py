@@ -1,4 +1,4 @@
-"""The parts of an update: terms, their micro-batches, and sums of losses and metrics, also of each data source by itself.
+"""The parts of an update: terms, their micro-batches, and sums of losses and metrics, also of each data source alone.
 
 Which rows come from which source is known to the batch (`counted_sources`); how often a source is drawn is decided in
 data/stream.py.
@@ -125,11 +125,11 @@ class MetricSums:
 
 
 def averages(sums: Mapping[tuple[str, str], float], weight: float) -> dict[str, float]:
-    """The metrics behind `LossSum.named_sums`: sums over `weight`, means over their own weights where these are not 0."""
+    """The metrics behind `LossSum.named_sums`: sums over `weight`, means over their own weights if these are not 0."""
     metrics = {name: value / weight for (name, part), value in sums.items() if not part}
     for (name, part), value in sums.items():
-        if part == "sum" and (own := sums[name, "weight"]):
-            mean = value / own
+        if part == "sum" and (metric_weight := sums[name, "weight"]):
+            mean = value / metric_weight
             if name.startswith("perplexity"):
                 mean = math.exp(mean) if mean < LARGEST_EXPONENT else math.inf
             metrics[name] = mean
@@ -175,7 +175,7 @@ class Sources:
         return LossSum(losses.sum(), metrics or {}, self.means(batch, loss=losses, **values))
 
     def means(self, batch: HasSources, **values: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        """`LossSum.means` of each source: its share of what counts (tokens or rows), and its mean of each metric [M]."""
+        """`LossSum.means` of each source: its share of what counts (tokens or rows) and its mean of each metric [M]."""
         if not self.names:
             return {}
         if (numbers := batch.counted_sources) is None:

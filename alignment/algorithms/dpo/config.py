@@ -260,5 +260,5 @@ def foreign_parameter(config: PreferenceConfig, name: str) -> str:
     ):
         return ""
     owners = ", ".join(other for other, spec in LOSSES.items() if name in spec.defaults)
-    known = ", ".join(sorted({each for loss in config.losses for each in loss.parameters}))
+    known = ", ".join(sorted({parameter for loss in config.losses for parameter in loss.parameters}))
     return f"is a parameter of {owners}; the loss is {config.loss_names}, which has {known}"

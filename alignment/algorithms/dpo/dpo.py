@@ -79,14 +79,8 @@ def run(config: DPOConfig) -> Path:
 
         collate = collate_for(policy.model, collate_of(config, [policy.model, reference and reference.model], run))
         loss_fn = dpo_loss_fn(engine.model, reference, config, sources_of(config.data))
-        updates = PreferenceUpdates(
-            engine,
-            config,
-            loss_fn,
-            reference,
-            partial(collate, micro_batch_tokens=config.training.tokens_per_forward),
-            bos=tokenizer.bos_token_id,
-        )
+        collate_micro = partial(collate, micro_batch_tokens=config.training.tokens_per_forward)
+        updates = PreferenceUpdates(engine, config, loss_fn, reference, collate_micro, bos=tokenizer.bos_token_id)
         fit(
             engine,
             stream,

@@ -1,4 +1,4 @@
-"""DPO's kin: the cost of each row by the name of the loss, batches of their kinds of rows, and inputs of whole global batches.
+"""DPO's kin: the cost of each row by the loss's name, batches of their kinds of rows, inputs of whole global batches.
 
 KTO's reference point z0 and AOT's order belong to one global batch, BCO's shift to all of them so far: they are
 computed over all rows and all ranks, before each update and without gradient, so that neither micro-batches nor the
@@ -59,7 +59,7 @@ def preparation_for_preferences(config: DPOConfig) -> Preparation:
 
 
 def collate_of(config: DPOConfig, models: Sequence[object], run: Run) -> Collate:
-    """Rows of the config's kind -> micro-batches, in which responses share their prompt where all models can read that."""
+    """Rows of the config's kind -> micro-batches; responses share their prompt where all models can read that."""
     if config.rows == "labels":
         return collate_labeled
     sharing = prompt_sharing(models, wanted=config.training.share_prompts, note=run.note)
@@ -200,7 +200,7 @@ class PreferenceUpdates:
         )
 
     def evaluation(self, rows: Sequence[Example]) -> Callable[[], dict[str, float]] | None:
-        """A function that returns mean loss and metrics over held-out rows, taken as one global batch; None without rows.
+        """A function that returns mean loss and metrics of held-out rows as one global batch; None without rows.
 
         Every rank reads them all.
         """
@@ -237,7 +237,9 @@ class PreferenceUpdates:
         self.shift += (mean_log_ratio(pairs) - self.shift) * len(pairs) / self.pairs
 
     def _reference_point(self, rows: Sequence[Example], shared: bool) -> Tensor:
-        """KTO's z0 = max(0, mean log-ratio of the global batch's responses after other rows' prompts), nats; 0 of one row.
+        """KTO's z0 = max(0, mean log-ratio of the global batch's responses after other rows' prompts), nats.
+
+        It is 0 for a batch of one row.
 
         Source: Ethayarajh et al. 2024, arXiv:2402.01306.
         """
@@ -316,7 +318,7 @@ def with_positions(batches: Sequence[Batch], inputs: GlobalInputs) -> list[Batch
 
 
 def mismatched_rows(rows: Sequence[Example], max_length: int, bos: int | None) -> list[Example]:
-    """Each prompt with the response of the row before it, the first one with that of the last, at most `max_length` long.
+    """Each prompt with the response of the row before it, the first with that of the last, at most `max_length` long.
 
     The responses are those of the batch itself, as in KTO's own code, and the rows are those of the global batch in the
     order of the run: the pairing depends neither on micro-batches nor on ranks.
@@ -324,8 +326,8 @@ def mismatched_rows(rows: Sequence[Example], max_length: int, bos: int | None) -
     starts = [last_span(row.mask) for row in rows]
     pieces = [(row.ids[:start], row.ids[start:]) for row, start in zip(rows, starts, strict=True)]
     mismatched = []
-    for number, row in enumerate(rows):
-        prompt, responses = truncate(pieces[number][0], [pieces[number - 1][1]], max_length, bos)
+    for index, row in enumerate(rows):
+        prompt, responses = truncate(pieces[index][0], [pieces[index - 1][1]], max_length, bos)
         desirable = row.values["desirable"]
         mismatched.append(Example.answered(prompt, responses, row.row_id, row.source, desirable=desirable))
     return mismatched

@@ -55,9 +55,9 @@ class ReferencedRows(RowSequence[Any]):
         return len(self.rows)
 
     def row_at(self, index: int) -> Any:
-        number = range(len(self))[index]
-        row = self.rows[number]
-        values = self.values[self.starts[number] : self.starts[number + 1]]
+        position = range(len(self))[index]
+        row = self.rows[position]
+        values = self.values[self.starts[position] : self.starts[position + 1]]
         return replace(row, values={**row.values, "reference": values.tolist()})
 
 
@@ -121,12 +121,12 @@ def weights_key(source: str, weights: WeightsConfig) -> str:
 
 
 def rows_key(rows: Sequence[Example]) -> tuple[str, np.ndarray]:
-    """A hash of the tokens and masks of all rows' responses, and the index of each row's first response, then their number."""
+    """Hash of all responses' tokens and masks; the index of each row's first response, then the number of responses."""
     digest = hashlib.sha256()
     starts = np.zeros(len(rows) + 1, np.int64)
-    for number in range(len(rows)):
-        row = rows[number]
-        starts[number + 1] = starts[number] + len(row.documents)
+    for index in range(len(rows)):
+        row = rows[index]
+        starts[index + 1] = starts[index] + len(row.documents)
         for ids, mask in zip(row.documents, row.masks, strict=True):
             digest.update(np.array([len(ids), *ids], np.int32).tobytes())
             digest.update(np.array(mask, np.bool_).tobytes())
@@ -148,16 +148,16 @@ def compute_log_probs(
     def own_share(documents: Sequence[Example]) -> Iterator[tuple[int, float]]:
         for batch in joint_batches(shard_rows(documents, to_batches, group.rank, group.size), engine):
             moved: Any = unwrap_batch(batch.to(group.device))
-            found = sequence_log_probs(reference, moved).float().tolist()
+            log_probs = sequence_log_probs(reference, moved).float().tolist()
             if not isinstance(batch, ZeroWeightBatch):
-                yield from zip(map(int, batch.row_ids), found, strict=True)
+                yield from zip(map(int, batch.row_ids), log_probs, strict=True)
 
     step = CACHED_ROWS * group.size
     for first in range(0, len(rows), step):  # few rows of a table are in memory at a time
         documents = [
             Example.single(ids, mask, str(position), row.source)
-            for number, row in enumerate(rows[first : first + step], first)
-            for position, (ids, mask) in enumerate(zip(row.documents, row.masks, strict=True), int(starts[number]))
+            for index, row in enumerate(rows[first : first + step], first)
+            for position, (ids, mask) in enumerate(zip(row.documents, row.masks, strict=True), int(starts[index]))
         ]
         for part in group.gather_objects(dict(own_share(documents))):
             values[list(part.keys())] = list(part.values())

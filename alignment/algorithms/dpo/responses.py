@@ -1,4 +1,4 @@
-"""Log-probabilities of responses, and what is logged of them: rewards, displacement, how far length explains the margin."""
+"""Log-probabilities of responses and their logged metrics: rewards, displacement, how far length explains margins."""
 
 import json
 import math
@@ -54,7 +54,7 @@ class ResponseLogProbs:
         return self.policy / tokens - self.reference / tokens
 
     def margins(self) -> tuple[Tensor, Tensor]:
-        """Log-probability of the chosen minus that of the rejected response under policy and reference, [D / 2] each."""
+        """Log-probability of the chosen minus the rejected response under policy and reference, [D / 2] each."""
         assert self.reference is not None
         chosen, rejected = self.policy.chunk(2)
         reference_chosen, reference_rejected = self.reference.chunk(2)
@@ -117,7 +117,7 @@ def metrics_of(
 
 
 def pair_metrics(responses: ResponseLogProbs, loss: WeightedLoss) -> Measured:
-    """Sums over pairs, and means by length: rewards, accuracy, log-probabilities and their change since the reference."""
+    """Sums over pairs, and means by length: rewards, accuracy, log-probabilities, their change since the reference."""
     rewards = responses.rewards(loss)
     chosen_reward, rejected_reward = rewards.chunk(2)
     chosen_tokens, rejected_tokens = responses.tokens.chunk(2)
@@ -159,7 +159,7 @@ def desirability_metrics(
 
 
 def ranking_metrics(responses: ResponseLogProbs, batch: RankedBatch, loss: WeightedLoss) -> Measured:
-    """Sums over prompts of accuracy and margin, each the mean over a prompt's ordered pairs; means over best and worst."""
+    """Sums over prompts of accuracy and margin (means over a prompt's ordered pairs); means over best and worst."""
     rewards = responses.rewards(loss)
     ranks, mask = padded_groups(batch.ranks, batch)  # [B, K]
     by_row, _ = padded_groups(rewards, batch)
@@ -181,9 +181,11 @@ def log_probs_and_changes(responses: ResponseLogProbs) -> dict[str, Tensor]:
 
 
 def split_means(values: Mapping[str, Tensor], preferred: Tensor, other: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-    """Means of per-response values, [D], over the preferred and the other responses, as chosen_NAME and rejected_NAME."""
+    """Means of per-response values, [D], over preferred and other responses, as chosen_NAME and rejected_NAME."""
     sides = {"chosen": preferred, "rejected": other}
-    return {f"{side}_{name}": masked_mean(each, mask) for name, each in values.items() for side, mask in sides.items()}
+    return {
+        f"{side}_{name}": masked_mean(column, mask) for name, column in values.items() for side, mask in sides.items()
+    }
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -194,7 +194,10 @@ def find_source(config: FinetuneConfig) -> Path | dict[str, Any]:
 
 
 def choose_format(config: FinetuneConfig, model: Mapping[str, object]) -> TaskFormat:
-    """The form of the run's rows: the format asked for, else GPT-1's for a decoder's pairs, numbers, choices (by its config.json)."""
+    """The form of the run's rows: the format asked for, else GPT-1's for a decoder's pairs, numbers and choices.
+
+    `model` is the content of its config.json, which says whether the model is a decoder.
+    """
     name = model.get("model_type")
     decoder = False
     if not is_external_type(dict(model)):  # else an encoder
@@ -225,7 +228,7 @@ def read_part(
     *,
     names: dict[int, str] | None = None,
 ) -> LabeledExamples:
-    """The examples of one part of the data, whose labels keep to `names`; rows that were dropped or cut are noted in the run."""
+    """The examples of one part of the data, whose labels keep to `names`; dropped or cut rows are noted in the run."""
     prepared = prepare_labeled(config.data, form, tokenizer, part, names=names)
     if form.task == "question_answering" and not form.no_answer:
         raise_all(

@@ -51,7 +51,7 @@ def label_config(task: FinetuneTask, names: dict[int, str]) -> dict[str, Any]:
         "regression": {0: "LABEL_0"},
     }
     names = fixed.get(task, names)
-    by_id = {str(number): name for number, name in names.items()}
+    by_id = {str(index): name for index, name in names.items()}
     by_name = {n: i for i, n in names.items()}
     problem = {
         "problem_type": "regression" if task == "regression" else None
@@ -123,7 +123,7 @@ def start_classifier(
 def resize_vocabulary(
     classifier: SequenceClassifier | TokenClassifier, language_head: VocabularyHead | None, vocabulary: int
 ) -> None:
-    """Widen a decoder's embedding and language head in place to `vocabulary` tokens, initialized as in a fresh model."""
+    """Widen a decoder's embedding and language head in place to `vocabulary` tokens, initialized as in a new model."""
     trunk = classifier.trunk
     old = classifier.trunk.spec.vocabulary
     init = trunk.spec.init

@@ -106,32 +106,32 @@ def auxiliary_language_loss(log_probs: Tensor, batch: TaskBatch) -> Tensor:
 def predict_examples(
     model: nn.Module, examples: Sequence[TaskExample], task: FinetuneTask, micro_batch_tokens: int
 ) -> tuple[list[Tensor], float]:
-    """The logits of each example, in order and on the CPU, and the mean loss of their labels; the model is in eval mode."""
+    """Each example's logits, in order and on the CPU, and the mean loss of their labels; the model is in eval mode."""
     device = next(model.parameters()).device
     logits: list[Tensor] = [torch.empty(0)] * len(examples)
     loss = torch.zeros((), dtype=torch.float64)
     weight = 0.0
     lengths = [sum(map(len, example.documents)) for example in examples]
     for group in group_by_length(lengths, micro_batch_tokens):
-        [batch] = collate_tasks([examples[number] for number in group], micro_batch_tokens)
+        [batch] = collate_tasks([examples[index] for index in group], micro_batch_tokens)
         predictions = predict_batch(model, batch.to(device), task)
-        for number, each in zip(group, predictions.logits, strict=True):
-            logits[number] = each.float().cpu()
+        for index, example_logits in zip(group, predictions.logits, strict=True):
+            logits[index] = example_logits.float().cpu()
         loss += predictions.loss.cpu().double()
         weight += batch.weight
     return logits, float(loss / max(weight, 1.0))
 
 
 def task_metrics(form: TaskFormat, data: LabeledExamples, logits: Sequence[Tensor]) -> dict[str, float]:
-    """Metrics of classes, numbers, words and entities, answers, or the accuracy of choices, from the logits of each example."""
+    """Metrics of classes, numbers, words and entities, answers, or choices (accuracy), from each example's logits."""
     if form.task == "question_answering":
         answers = best_answers(data.examples, logits, [row.inputs[1] for row in data.rows], form)
         return answer_metrics(answers, [[text for text, _ in row.labels] for row in data.rows])
     if form.task == "token_classification":
         labels = [[label for label in example.labels if label != IGNORED] for example in data.examples]
         predicted = [
-            each[torch.tensor(example.labels) != IGNORED].argmax(-1).tolist()
-            for example, each in zip(data.examples, logits, strict=True)
+            example_logits[torch.tensor(example.labels) != IGNORED].argmax(-1).tolist()
+            for example, example_logits in zip(data.examples, logits, strict=True)
         ]
         metrics = class_metrics(list(chain(*labels)), list(chain(*predicted)), len(data.names))
         if not are_entities(data.names.values()):
@@ -139,8 +139,10 @@ def task_metrics(form: TaskFormat, data: LabeledExamples, logits: Sequence[Tenso
         tags = ([[data.names[label] for label in text] for text in texts] for texts in (labels, predicted))
         return metrics | entity_metrics(*tags)
     if form.task == "regression":
-        return number_metrics([example.labels[0] for example in data.examples], [float(each) for each in logits])
-    classes = [int(each.argmax()) for each in logits]
+        return number_metrics(
+            [example.labels[0] for example in data.examples], [float(example_logits) for example_logits in logits]
+        )
+    classes = [int(example_logits.argmax()) for example_logits in logits]
     right = [example.labels[0] for example in data.examples]
     if form.task == "multiple_choice":
         return {"accuracy": sum(map(int.__eq__, classes, right)) / len(right)}
@@ -148,7 +150,7 @@ def task_metrics(form: TaskFormat, data: LabeledExamples, logits: Sequence[Tenso
 
 
 def best_span(logits: Tensor, allowed: Sequence[bool], max_answer: int) -> tuple[float, int, int] | None:
-    """The likeliest answer in a window: its score (start + end logit), first and last token; None if no token is allowed.
+    """The likeliest answer in a window: score (start + end logit), first and last token; None if no token is allowed.
 
     `logits` are [T, 2], start and end; `allowed` is True where an answer may start and end, [T].
 
@@ -176,15 +178,15 @@ def best_answers(
     """
     best: list[tuple[float, str]] = [(-torch.inf, "")] * len(contexts)
     null = [torch.inf] * len(contexts)
-    for window, each in zip(examples, logits, strict=True):
-        number = window.question
-        null[number] = min(null[number], float(each[0].sum()))
-        span = best_span(each, [characters is not None for characters in window.offsets], form.max_answer)
-        if span is not None and span[0] > best[number][0]:
+    for window, window_logits in zip(examples, logits, strict=True):
+        question = window.question
+        null[question] = min(null[question], float(window_logits[0].sum()))
+        span = best_span(window_logits, [characters is not None for characters in window.offsets], form.max_answer)
+        if span is not None and span[0] > best[question][0]:
             score, first, last = span
             start = window.offsets[first][0]  # type: ignore[index]
             stop = window.offsets[last][1]  # type: ignore[index]
-            best[number] = (score, contexts[number][start:stop].strip())
+            best[question] = (score, contexts[question][start:stop].strip())
     return [
         "" if form.no_answer and nothing > score else text for nothing, (score, text) in zip(null, best, strict=True)
     ]
@@ -206,32 +208,32 @@ def predict(source: str, rows: Sequence[Any], *, micro_batch_tokens: int = 16_38
     config = read_config(find_directory(source))
     tokenizer = load_tokenizer(source)
     form = task_format(source)
-    names = {int(number): name for number, name in (config.get("id2label") or {}).items()}
+    names = {int(label_id): name for label_id, name in (config.get("id2label") or {}).items()}
     label = names[0] if form.names_classes else 0
     labeled = []
-    for number, row in enumerate(rows):
+    for index, row in enumerate(rows):
         count = {"token_classification": len(row), "question_answering": 0}.get(form.task, 1)
         inputs = (
             (list(row),) if form.task == "token_classification" else (row, None) if isinstance(row, str) else tuple(row)
         )
-        labeled.append(LabeledRow(inputs, (label,) * count, str(number)))
+        labeled.append(LabeledRow(inputs, (label,) * count, str(index)))
     examples, _ = encode_rows(labeled, form, tokenizer, names)
     encoded = {example.row_id for example in examples}
     raise_all(f"row {row.row_id}: {NO_TEXT}" for row in labeled if row.row_id not in encoded)
     logits, _ = predict_examples(load_finetuned(source, best_device()), examples, form.task, micro_batch_tokens)
-    sums = torch.stack([each.sum() for each in logits])
+    sums = torch.stack([example_logits.sum() for example_logits in logits])
     check_numbers(sums, lambda i: f"row {examples[i].row_id}", f"the output of {source}")
     if form.task == "question_answering":
         return best_answers(examples, logits, [context for _, context in rows], form)
     if form.task == "token_classification":
         return [
-            [None if token is None else names[int(each[token].argmax())] for token in example.word_tokens]
-            for example, each in zip(examples, logits, strict=True)
+            [None if token is None else names[int(example_logits[token].argmax())] for token in example.word_tokens]
+            for example, example_logits in zip(examples, logits, strict=True)
         ]
     if form.task == "regression":
-        return [float(each) for each in logits]
-    best = [int(each.argmax()) for each in logits]
-    return [names[number] for number in best] if form.names_classes else best
+        return [float(example_logits) for example_logits in logits]
+    best = [int(example_logits.argmax()) for example_logits in logits]
+    return [names[label_id] for label_id in best] if form.names_classes else best
 
 
 def task_format(source: str) -> TaskFormat:

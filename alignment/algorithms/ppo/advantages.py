@@ -1,4 +1,4 @@
-"""Advantages of a rollout, by which each token's update is multiplied, and importance weights of samples of another policy."""
+"""Advantages of a rollout, by which each token's update is multiplied, and importance weights of off-policy samples."""
 
 import math
 from collections.abc import Callable
@@ -47,9 +47,8 @@ def add_advantages(
         kl_coef: penalty per token.
         reduce: adds a tensor over all ranks, for whitening.
 
-    Source: Ouyang et al. 2022, arXiv:2203.02155, eq. 2; GAE Schulman et al. 2016, arXiv:1506.02438, eq. 16; the others:
-    see
-        `alignment.losses.policy`.
+    Source: Ouyang et al. 2022, arXiv:2203.02155, eq. 2; GAE Schulman et al. 2016, arXiv:1506.02438, eq. 16; the others: see
+    `alignment.losses.policy`.
     """
     assert rollout.reference_log_probs is not None
     mask = rollout.learned_mask
@@ -102,7 +101,7 @@ def shaped_scores(scored: Rollout | Baseline, normalizer: ScoreNormalizer, penal
 
 
 def correction_weights(rollout: Rollout, config: PPOConfig) -> Tensor | None:
-    """The importance weight of each token; None where sampler and policy are one distribution, or nothing is to be corrected."""
+    """The importance weight of each token; None if sampler and policy are one distribution or nothing is corrected."""
     if config.importance_cap is None or not (config.samples_differ or config.servers):
         return None
     tokens = (rollout.log_probs, rollout.sampled_log_probs, rollout.mask)

@@ -179,7 +179,7 @@ class SamplingSettings(Settings):
 
     @property
     def sampler_differs(self) -> bool:
-        """True where filters draw responses from another distribution than that of the policy with its present weights."""
+        """True where filters draw responses from another distribution than the policy's with its present weights."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     @property

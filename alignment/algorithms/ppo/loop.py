@@ -36,7 +36,7 @@ Iteration = Callable[[State, Config, Sequence[Example], int], tuple[dict[str, fl
 def update_on_rollouts(
     run: Run, config: Config, data: RolloutData, state: State, iterate: Iteration[State, Config]
 ) -> None:
-    """Take all iterations, from the newest checkpoint on: each is logged and saved, and the result is written at the end.
+    """Take all iterations from the newest checkpoint on, log and save each, and write the result at the end.
 
     The run ends early where its KL budget is spent, or where the evaluation on held-out prompts no longer improves.
     """
@@ -102,7 +102,7 @@ def judge_held_out(state: SamplingState, config: SamplingSettings, held_out: Hel
     reference = state.reference
     assert reference is not None
     numbers = list(range(group.rank, len(held_out.prompts), group.size))
-    prompts = [held_out.prompts[number] for number in numbers]
+    prompts = [held_out.prompts[index] for index in numbers]
     ids = [list(prompt.ids) for prompt in prompts]
     responses = sample(state, held_out.sampling, ids, numbers, config.micro_rollout_batch_size)
     samples = SampledResponses(prompts, numbers, responses)
@@ -135,8 +135,10 @@ def evaluate_held_out(
     Weights beyond the KL budget are not kept. A collective operation.
     """
     began = time.perf_counter()
-    found = judge_held_out(state, config, held_out)
-    metrics = held_out.take_in(found.scores, found.kl, step) | {"held_out_unscored_share": found.unscored}
+    evaluation = judge_held_out(state, config, held_out)
+    metrics = held_out.take_in(evaluation.scores, evaluation.kl, step) | {
+        "held_out_unscored_share": evaluation.unscored
+    }
     if not held_out.ended_by:
         metrics |= result.add(step, metrics)
     return metrics | {"seconds_held_out": time.perf_counter() - began}
@@ -157,7 +159,7 @@ def note_start(state: SamplingState, config: SamplingSettings, held_out: HeldOut
 
 
 def is_over(held_out: HeldOut | None, result: Result) -> bool:
-    """True where the run ends before its last iteration: its KL budget is spent, or the evaluation no longer improves."""
+    """True where the run ends before its last iteration: its KL budget is spent, or its evaluation improves no more."""
     return result.exhausted or (held_out is not None and bool(held_out.ended_by))
 
 

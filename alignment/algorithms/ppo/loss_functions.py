@@ -1,4 +1,4 @@
-"""The loss functions of PPO's updates: sums over a micro-batch, which the engine divides by the weight of the minibatch."""
+"""The loss functions of PPO's updates: sums over a micro-batch, which the engine divides by the minibatch's weight."""
 
 from collections.abc import Sequence
 from dataclasses import replace

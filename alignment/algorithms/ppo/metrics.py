@@ -1,4 +1,4 @@
-"""Everything that a method of rollouts logs: metrics of samples, what tells a run that collapses, utilization, alarms."""
+"""Everything that a method of rollouts logs: metrics of samples, signs of a run that collapses, utilization, alarms."""
 
 import math
 from collections import defaultdict
@@ -112,9 +112,9 @@ def response_means(rollout: Rollout, reduce: Callable[[Tensor], Tensor]) -> dict
         *(column.float().sum() for column in per_response.values()),
         known.new_tensor(float(len(known)), dtype=torch.float32),
     ]
-    total, scored, *others, number = reduce(torch.stack(sums)).tolist()
-    metrics = {"score": total / max(1.0, scored), "unscored_share": (number - scored) / number}
-    metrics |= {name: other / number for name, other in zip(per_response, others, strict=True)}
+    total, scored, *others, count = reduce(torch.stack(sums)).tolist()
+    metrics = {"score": total / max(1.0, scored), "unscored_share": (count - scored) / count}
+    metrics |= {name: other / count for name, other in zip(per_response, others, strict=True)}
     return metrics if rollout.values is None else metrics | {"explained_variance": explained_variance(rollout, reduce)}
 
 
@@ -156,8 +156,8 @@ def importance_metrics(rollout: Rollout, cap: float | None, group: ProcessGroup)
     difference = on_float64_device((rollout.sampled_log_probs - rollout.log_probs)[mask]).double()
     columns = [torch.ones_like(difference), difference]
     if weights is not None and cap is not None:
-        own = on_float64_device(weights[mask])
-        columns += [own.double(), (own >= cap).double()]
+        token_weights = on_float64_device(weights[mask])
+        columns += [token_weights.double(), (token_weights >= cap).double()]
     count, *sums = group.sum(torch.stack([column.sum() for column in columns])).tolist()
     names = ("sampling_kl", "importance_weight_mean", "importance_clipped_share")
     metrics = {name: total / count for name, total in zip(names, sums, strict=False)}
@@ -187,8 +187,8 @@ def rollout_statistics(rollout: Rollout, group: ProcessGroup) -> dict[str, float
         means["kl_k2"] = torch.where(mask, k2, 0.0).sum(1)
     means["empty_share"] = (lengths == 1) & rollout.ended
     means["repetition"] = torch.tensor([repeated_share(tokens) for tokens in rollout.responses], device=mask.device)
-    found = moments({"response_tokens": lengths, **means}, group) | moments(token_columns(rollout), group)
-    found |= moments({"score": rollout.scores[~rollout.scores.isnan()]}, group)
+    statistics = moments({"response_tokens": lengths, **means}, group) | moments(token_columns(rollout), group)
+    statistics |= moments({"score": rollout.scores[~rollout.scores.isnan()]}, group)
     kept = (
         "advantage_mean",
         "return_mean",
@@ -199,9 +199,9 @@ def rollout_statistics(rollout: Rollout, group: ProcessGroup) -> dict[str, float
         "return_std",
     )
     shortest, longest = group.max(torch.stack([-lengths.min(), lengths.max()])).tolist()
-    found |= {name: found[f"{name}_mean"] for name in means}
+    statistics |= {name: statistics[f"{name}_mean"] for name in means}
     extremes = {"response_tokens_min": -float(shortest), "response_tokens_max": float(longest)}
-    return {name: found[name] for name in (*kept, *means) if name in found} | extremes
+    return {name: statistics[name] for name in (*kept, *means) if name in statistics} | extremes
 
 
 def token_columns(rollout: Rollout) -> dict[str, Tensor]:
@@ -227,7 +227,7 @@ def moments(columns: dict[str, Tensor], group: ProcessGroup) -> dict[str, float]
 
 
 def spreads(columns: Tensor, reduce: Callable[[Tensor], Tensor]) -> tuple[float, list[float], list[float]]:
-    """Number, mean and sum of squared distances from it of the values of each column over all ranks; columns: [C, n]."""
+    """Number, mean and sum of squared distances from it of each column's values over all ranks; columns: [C, n]."""
     *sums, count = reduce(torch.cat([columns.sum(1), columns.new_tensor([columns.shape[1]])])).tolist()
     means = [total / count for total in sums]
     return count, means, reduce((columns - columns.new_tensor(means).unsqueeze(1)).square().sum(1)).tolist()
@@ -247,13 +247,13 @@ def repeated_share(tokens: Sequence[int], size: int = NGRAM) -> float:
 
 def load_metrics(names: Sequence[str]) -> dict[str, MetricFn]:
     """The functions that a config's `metrics` names, by the name of the function, under which it is logged."""
-    found: dict[str, MetricFn] = {}
+    functions: dict[str, MetricFn] = {}
     for name in names:
         function = METRICS.get(name, name).rpartition(":")[2]
-        if function in found:
+        if function in functions:
             raise UserError(f"metrics: {name!r} would be logged as {function!r}, as another one is; rename it")
-        found[function] = load_own(METRICS.get(name, name), "metrics:")
-    return found
+        functions[function] = load_own(METRICS.get(name, name), "metrics:")
+    return functions
 
 
 def text_metrics(
@@ -279,14 +279,14 @@ def texts_of(rollout: Rollout, tokenizer: Tokenizer, count: int | None = None) -
 
 
 def sample_columns(rollout: Rollout, count: int = 2) -> Mapping[str, Sequence[object]]:
-    """Entries of samples.jsonl for the first `count` responses: score and parts (None: there is none), KL, tokens, end."""
+    """Entries of samples.jsonl for the first `count` responses: score and parts (None: missing), KL, tokens, end."""
     scores = {"score": rollout.scores} | {f"score/{name}": part for name, part in rollout.score_parts.items()}
     columns = {
         name: [None if math.isnan(value) else value for value in values[:count].tolist()]
         for name, values in scores.items()
     }
-    found = kl_columns(rollout.log_probs, rollout.reference_log_probs, rollout.mask, rollout.token_kl)
-    kl = {"kl": found["kl"][:count].tolist()} if found else {}
+    kl_sums = kl_columns(rollout.log_probs, rollout.reference_log_probs, rollout.mask, rollout.token_kl)
+    kl = {"kl": kl_sums["kl"][:count].tolist()} if kl_sums else {}
     return {**columns, **kl, "tokens": rollout.mask[:count].sum(1).tolist(), "ended": rollout.ended[:count].tolist()}
 
 
@@ -352,14 +352,16 @@ def new_alarms(alarms: Alarms, step: int, metrics: Mapping[str, float]) -> list[
     line = {name: value for name, value in metrics.items() if name.split("/")[0] in WATCHED}
     alarms.start = [*alarms.start, line][:BASELINE]
     alarms.recent = [*alarms.recent, line][-WINDOW:]
-    found = dict(_alarms(alarms))
-    new = [f"alarm in iteration {step} ({name}): {text}" for name, text in found.items() if name not in alarms.raised]
-    alarms.raised = list(found)
+    alarm_texts = dict(_alarms(alarms))
+    new = [
+        f"alarm in iteration {step} ({name}): {text}" for name, text in alarm_texts.items() if name not in alarms.raised
+    ]
+    alarms.raised = list(alarm_texts)
     return new
 
 
 def _alarms(alarms: Alarms) -> Iterator[tuple[str, str]]:
-    """Name and text of each alarm that the newest iterations give; what was not logged is not a number, and gives none."""
+    """Name and text of each alarm of the newest iterations; what was not logged is not a number, and gives none."""
     now = defaultdict(lambda: math.nan, alarms.recent[-1])
     start = {name: sum(values) / BASELINE for name, values in _columns(alarms.start, BASELINE).items()}
     start = defaultdict(lambda: math.nan, start)

@@ -114,7 +114,7 @@ def update_on_minibatch(
     batches: Sequence[RolloutBatch | ZeroWeightBatch],
     ratio_errors: list[Tensor],
 ) -> dict[str, float]:
-    """One update of the policy, with the pretraining mix where there is one and the value head where it is on its trunk."""
+    """One update of the policy, with the pretraining mix if there is one and the value head if it is on its trunk."""
     terms = [Term(batches, policy_loss_fn(state.policy.model, config, ratio_errors, kl_coef=state.kl.coef))]
     if state.pretraining is not None:
         texts = state.pretraining(state.num_updates)

@@ -26,7 +26,7 @@ Group = TypeVar("Group")
 
 @dataclass(frozen=True)
 class Baseline:
-    """The scores of the greedy response to each row's prompt and whether it ended by itself, as in `Rollout`, [B] each."""
+    """Scores of the greedy response to each row's prompt and whether it ended by itself, as in `Rollout`, [B] each."""
 
     scores: Tensor
     ended: Tensor
@@ -152,9 +152,9 @@ def draw_samples(
     """Responses to each of this rank's prompts, `responses_per_prompt` side by side."""
     group = state.process_group
     count = config.responses_per_prompt
-    own = range(group.rank, len(prompts), group.size)
-    rows = [prompts[i] for i in own for _ in range(count)]
-    numbers = [(step * config.training.batch_size + i) * count + k for i in own for k in range(count)]
+    indices = range(group.rank, len(prompts), group.size)
+    rows = [prompts[i] for i in indices for _ in range(count)]
+    numbers = [(step * config.training.batch_size + i) * count + k for i in indices for k in range(count)]
     ids = [list(row.ids) for row in rows]
     with torch.no_grad():
         if state.servers is None:
@@ -172,7 +172,7 @@ def sample(
     numbers: Sequence[int],
     batch_size: int,
 ) -> Generation:
-    """Responses to this rank's prompts, with the policy's weights whole on each rank or sharded, as the run has chosen."""
+    """Responses to this rank's prompts, with the policy's weights whole on each rank or sharded, as the run chose."""
     backend = state.policy.backend
     group = state.process_group
     if state.servers is not None:
@@ -293,7 +293,8 @@ def exact_token_kl(
     p is the whole distribution of the policy now, at the temperature of the samples, whatever the tokens were drawn
     from. log p - log p_ref of a drawn token estimates this sum only where p has drawn it: filtered samples leave the
     tail out, and the mean may then be negative. The prefixes s_t are those of the samples. Over the policy's own, the
-    sum over a response has the mean KL(policy || reference) of responses; over others' it is that of continuing their prefixes.
+    sum over a response has the mean KL(policy || reference) of responses; over others' it is that of continuing their
+    prefixes.
 
     It takes a forward of policy and reference with the logits of few rows in memory.
     """
@@ -326,7 +327,7 @@ def ragged_of(
         [[*prompt, *response] for prompt, response in pairs],
         [[False] * len(prompt) + [True] * len(response) for prompt, response in pairs],
         equal_prompts(prompts),
-        row_ids=[f"rollout {number}" for number in numbers],
+        row_ids=[f"rollout {row_number}" for row_number in numbers],
         share=share_prompts,
     )
 

@@ -75,8 +75,8 @@ class ServerSampler:
         """Begin with responses to this rank's prompts by the weights of the last `update`; see `decode_responses`."""
         url = self.config.urls[self.engine.process_group.rank % len(self.config.urls)]
         asked = [
-            self._pool.submit(self._respond, url, list(prompt), sampling, number, list(stop_ids))
-            for prompt, number in zip(prompts, numbers, strict=True)
+            self._pool.submit(self._respond, url, list(prompt), sampling, row_number, list(stop_ids))
+            for prompt, row_number in zip(prompts, numbers, strict=True)
         ]
         together = self._pool.submit(_together, asked)  # waits in the pool only once all requests have left its queue
         self._asked.append(together)
@@ -126,7 +126,9 @@ class ServerSampler:
         }
         model = self.policy.model
         if model.known_tokens is not None and model.known_tokens < model.spec.vocabulary:  # no token has the last ids
-            params["logit_bias"] = {str(number): -100.0 for number in range(model.known_tokens, model.spec.vocabulary)}
+            params["logit_bias"] = {
+                str(token_id): -100.0 for token_id in range(model.known_tokens, model.spec.vocabulary)
+            }
         body: dict[str, object] = {"token_ids": prompt, "sampling_params": params}
         answer = self._call(
             url, "inference/v1/generate", body | ({"model": self._version} if self.policy.adapter else {})
@@ -134,7 +136,7 @@ class ServerSampler:
         try:
             [choice] = answer["choices"]
             tokens = choice["token_ids"]
-            log_probs = [each["logprob"] for each in choice["logprobs"]["content"]]
+            log_probs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
             versions = {span["version"] for span in choice.get("weight_versions") or []}
             complete = len(log_probs) == len(tokens) > 0 and choice["finish_reason"] in ("stop", "length")
         except (KeyError, TypeError, ValueError) as error:
@@ -175,10 +177,10 @@ class ServerSampler:
 def _together(asked: Sequence[Future[Drawn]]) -> Generation:
     """All responses; where one has failed the others are given up."""
     try:
-        drawn = [each.result() for each in asked]
+        drawn = [future.result() for future in asked]
     except UserError:
-        for each in asked:
-            each.cancel()
+        for future in asked:
+            future.cancel()
         raise
     tokens, log_probs, ended = (list(column) for column in zip(*drawn, strict=True))
     return Generation([], tokens, log_probs, ended)

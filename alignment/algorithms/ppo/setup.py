@@ -221,15 +221,15 @@ def start_value_model(config: PPOConfig, tokenizer: Tokenizer, bases: SharedWeig
         return load_value_model(config.policy, config.adapter, tokenizer, None, head="zero", bases=bases)
     source = config.reward_models[0]
     reward_model = find_directory(source)
-    own = load_tokenizer(source)
-    if read_members(reward_model) is not None or not same_vocabulary(tokenizer, own):
+    reward_tokenizer = load_tokenizer(source)
+    if read_members(reward_model) is not None or not same_vocabulary(tokenizer, reward_tokenizer):
         raise UserError(
             f"{source}: an ensemble of adapters, or a reward model whose tokenizer differs from the policy's, cannot "
             "become the value model; set value_model=policy"
         )
     # A head of its own where scores are shaped, here or in the reward model's files: its weights give raw scores.
     head = "zero" if config.rewards or config.normalize_scores or read_calibration(reward_model).fitted else None
-    return load_value_model(source, config.adapter, own, None, head=head, bases=bases)
+    return load_value_model(source, config.adapter, reward_tokenizer, None, head=head, bases=bases)
 
 
 def local_texts(config: PPOConfig, texts: Stream, group: ProcessGroup, update: int) -> list[Batch]:

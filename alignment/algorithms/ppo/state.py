@@ -180,7 +180,7 @@ class HeldOut:
 
 
 def win_share(scores: Sequence[float], others: Sequence[float]) -> float:
-    """Share of prompts with two scores at which one is above the other one's; equal ones count half. 0.5 without any."""
+    """Share of prompts with two scores at which `scores` is above `others`; equal ones count half. 0.5 without any."""
     pairs = [pair for pair in zip(scores, others, strict=True) if not any(map(math.isnan, pair))]
     won = sum(1.0 if score > other else 0.5 if score == other else 0.0 for score, other in pairs)
     return won / len(pairs) if pairs else 0.5
@@ -188,7 +188,7 @@ def win_share(scores: Sequence[float], others: Sequence[float]) -> float:
 
 @dataclass
 class Alarms:
-    """Metrics that alarms compare, of the first and the newest iterations, and the alarms not quiet since they were given."""
+    """Metrics that alarms compare, of the first and newest iterations, and alarms not quiet since they were given."""
 
     start: list[dict[str, float]] = field(default_factory=list)
     recent: list[dict[str, float]] = field(default_factory=list)
@@ -307,13 +307,13 @@ class PPOState(SamplingState):
         assert self.reference is not None
         heads = {"values": True} if self.shared_value else {}
         output = self.policy.model(batch=batch, temperature=config.temperature, **heads)
-        found = {"log_probs": output.log_probs}
+        columns = {"log_probs": output.log_probs}
         if self.shared_value:
-            found["values"] = output.values
+            columns["values"] = output.values
         elif self.value is not None:
-            found["values"] = values_before_targets(self.value.model, batch)
+            columns["values"] = values_before_targets(self.value.model, batch)
         reference = self.reference(batch=batch, temperature=config.temperature).log_probs
-        return found | {"reference_log_probs": reference}
+        return columns | {"reference_log_probs": reference}
 
     def saved(self) -> dict[str, object]:
         controllers = {"num_updates": self.num_updates, "kl_coef": self.kl.coef, "normalizer": vars(self.normalizer)}

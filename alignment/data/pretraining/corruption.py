@@ -24,7 +24,7 @@ CORRUPTION_SALT = 0x6D61736B  # separates corruption from the order of rows: num
 
 @dataclass(frozen=True, slots=True)
 class SeededRow(Generic[Row]):
-    """A row with the seed of its corruption, a function of (seed, epoch, index) only: not of rank, batch or neighbors."""
+    """A row and its corruption's seed, a function of (seed, epoch, index) only, not of rank, batch or neighbors."""
 
     row: Row
     seed: int
@@ -123,7 +123,7 @@ def _choose_words(words: Sequence[tuple[int, int]], most: int, generator: np.ran
     """
     order = generator.permutation(len(words))
     chosen = []
-    for start, stop in (words[number] for number in order):
+    for start, stop in (words[index] for index in order):
         if len(chosen) + stop - start <= most:
             chosen += range(start, stop)
     return chosen or list(range(*words[order[0]]))
@@ -142,12 +142,12 @@ def _choose_spans(
     probabilities = span_lengths(masking.span_stop, masking.longest_span)
     spans = 0
     count = 0
-    for number in generator.permutation(len(words)):
+    for first_word in generator.permutation(len(words)):
         if count >= most:
             break
         length = 1 + generator.choice(len(probabilities), p=probabilities)
         end = None
-        for start, stop in words[number : number + length]:
+        for start, stop in words[first_word : first_word + length]:
             if count >= most or choice[start] != NOT_CHOSEN or end not in (None, start):
                 break
             choice[start:stop] = spans
@@ -302,7 +302,7 @@ def permute_sentences(ids: Ids, stops: Set[int], generator: np.random.Generator)
     """
     edges = [i for i in range(1, len(ids)) if ids[i - 1] in stops and ids[i] not in stops]
     sentences = [ids[start:stop] for start, stop in pairwise([0, *edges, len(ids)])]
-    return [token for number in generator.permutation(len(sentences)) for token in sentences[number]]
+    return [token for index in generator.permutation(len(sentences)) for token in sentences[index]]
 
 
 def rotate_text(ids: Ids, generator: np.random.Generator) -> list[int]:

@@ -65,21 +65,22 @@ def mask_tokens_of(tokenizer: Tokenizer) -> MaskTokens:
     """The mask tokens of a tokenizer."""
     vocabulary = tokenizer.get_vocab()
     candidates = (tokenizer.mask_token_id, *map(vocabulary.get, MASK_NAMES))
-    if (mask := next((each for each in candidates if each is not None), None)) is None:
+    if (mask := next((candidate for candidate in candidates if candidate is not None), None)) is None:
         raise UserError(
             f"{tokenizer.name_or_path or 'the tokenizer'} has no mask token; train a wordpiece one, or a bpe one whose "
             "special tokens hold <mask>"
         )
-    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    special = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
     return MaskTokens(mask, np.array(sorted({*vocabulary.values()} - special - {*tokenizer.all_special_ids, mask})))
 
 
 def corruption_example(
     text: EncodedText, words: Sequence[Sequence[bool]], row_id: str, source: int = 0, **values: object
 ) -> Example:
-    """A text or a pair with its special tokens; its mask is True for its own tokens, its value `word_starts` runs of `words`.
+    """A text or a pair with its special tokens; its mask is True for its own tokens.
 
-    `words` are True where a word of a text begins; the first token begins one, even of a part of a text.
+    Its value `word_starts` is the runs of `words`, which are True where a word of a text begins; the first token begins
+    one, even of a part of a text.
     """
     starts = [False] * len(text.ids)
     for first, flags in zip(text.starts, words, strict=True):
@@ -101,7 +102,7 @@ def tokenize_for_corruption(rows: Sequence[Text], tokenizer: Tokenizer, max_leng
 def split_texts(
     rows: Sequence[Text], tokenizer: Tokenizer, budget: int, dropped: Mapping[int, str]
 ) -> tuple[list[tuple[Text, TokenizedText, slice]], Tally]:
-    """Each text in parts of at most `budget` tokens; texts of a length in `dropped` are dropped for the reason there."""
+    """Each text in parts of at most `budget` tokens; a text whose length is in `dropped` is dropped for that reason."""
     parts = []
     counts = Tally(rows=len(rows))
     for row, text in zip(rows, tokenize_with_offsets(tokenizer, [row.text for row in rows]), strict=True):
@@ -117,7 +118,10 @@ def split_texts(
 def collate_masked(
     rows: Sequence[SeededRow[Example]], micro_batch_tokens: int, *, masking: Masking, mask_tokens: MaskTokens
 ) -> list[Ragged]:
-    """Masked texts as ragged batches: targets are the chosen positions, `labels` the original tokens. Weight: targets."""
+    """Masked texts as ragged batches: targets are the chosen positions, `labels` the original tokens.
+
+    The weight of a batch is the number of its targets.
+    """
     masked = [mask_example(row.row, masking, mask_tokens, row.generator()) for row in rows]
     return [masked_batch(group) for group in _grouped(masked, micro_batch_tokens)]
 
@@ -149,7 +153,10 @@ def masked_batch(masked: Sequence[MaskedExample]) -> Ragged:
 
 @dataclass(frozen=True)
 class SpanBatch(RaggedBatch):
-    """Masked spans, and of each target the tokens before and after its span and its place in it, [M, 3]; weight: targets."""
+    """Masked spans with the boundaries of the span of each target; its weight is the number of targets.
+
+    `boundaries`: of each target the tokens before and after its span and its place in it, [M, 3].
+    """
 
     boundaries: Tensor
 
@@ -162,7 +169,7 @@ class SpanBatch(RaggedBatch):
 def collate_spans(
     rows: Sequence[SeededRow[Example]], micro_batch_tokens: int, *, masking: Masking, mask_tokens: MaskTokens
 ) -> list[SpanBatch]:
-    """The batches of `collate_masked` with the boundaries of their spans; a text has tokens before and after its own."""
+    """Batches of `collate_masked` with the boundaries of their spans; a text has tokens before and after its own."""
     masked = [mask_example(row.row, masking, mask_tokens, row.generator()) for row in rows]
     batches = []
     for group in _grouped(masked, micro_batch_tokens):
@@ -175,7 +182,10 @@ def collate_spans(
 
 @dataclass(frozen=True)
 class SentencePairBatch(RaggedBatch):
-    """P masked pairs A B, and 0 or 1 of each: 0 where B follows A in its text. Its weight is P; `ragged` counts masked tokens."""
+    """P masked pairs A B, and 0 or 1 of each: 0 where B follows A in its text.
+
+    Its weight is P; `ragged` counts masked tokens.
+    """
 
     labels: Tensor
 
@@ -186,7 +196,7 @@ class SentencePairBatch(RaggedBatch):
 
     @cached_property
     def token_shares(self) -> Tensor:
-        """One over the masked tokens of its pair, for each masked token, [M]: the masked loss is a sum of means over pairs."""
+        """1 / masked tokens of its pair, for each masked token, [M]: the masked loss is a sum of means over pairs."""
         counts = torch.bincount(self.ragged.target_rows, minlength=len(self.labels))
         return 1.0 / counts[self.ragged.target_rows]
 
@@ -244,9 +254,9 @@ def group_sentences(lengths: Sequence[int], budget: int) -> list[slice]:
     """Successive groups of at least two sentences, each of at most `budget` tokens unless two sentences are longer."""
     edges = [0]
     filled = 0
-    for number, length in enumerate(lengths):
-        if number - edges[-1] >= 2 and filled + length > budget:
-            edges.append(number)
+    for index, length in enumerate(lengths):
+        if index - edges[-1] >= 2 and filled + length > budget:
+            edges.append(index)
             filled = 0
         filled += length
     if len(lengths) - edges[-1] == 1:  # a single last sentence takes one from the group before, or joins it
@@ -287,7 +297,7 @@ def make_pair(
     template: SpecialTokenTemplate,
     max_length: int,
 ) -> Example:
-    """A passage split in two at a random sentence, its second half replaced with probability 1/2: [CLS] A [SEP] B [SEP].
+    """A passage split at a random sentence, its second half replaced with probability 1/2: [CLS] A [SEP] B [SEP].
 
     The replacement is about as long as what it replaces, so that the length does not give the label away. What is
     replaced is not read in this epoch; another epoch splits and replaces differently. The values are `segments`, 0 or 1
@@ -305,7 +315,7 @@ def make_pair(
 def ordered_pair(
     passage: Example, generator: np.random.Generator, *, template: SpecialTokenTemplate, max_length: int
 ) -> Example:
-    """A passage split in two at a random sentence, its halves in the other order with probability 1/2: [CLS] A [SEP] B [SEP].
+    """A passage split at a random sentence, its halves swapped with probability 1/2: [CLS] A [SEP] B [SEP].
 
     The values are those of `make_pair`; the label is 0 where B follows A in its text and 1 where A follows B.
 
@@ -398,13 +408,13 @@ def prefix_modeling(tokenizer: Tokenizer) -> Corrupt:
 def denoising(
     tokenizer: Tokenizer, *, noises: Sequence[Noise] = ("infilling",), density: float = 0.3, mean_span: float = 3.0
 ) -> Corrupt:
-    """BART's denoising: the text after each noise in turn, and the whole text, both with the tokenizer's special tokens.
+    """BART's denoising: a text after each noise in turn, and whole, both with the tokenizer's special tokens.
 
     A sentence ends after a token whose text ends in a full stop, question mark or exclamation mark.
     """
     mask = mask_tokens_of(tokenizer).mask_id
     template = special_token_template(tokenizer)
-    stops = frozenset(number for token, number in tokenizer.get_vocab().items() if token.endswith((".", "!", "?")))
+    stops = frozenset(token_id for token, token_id in tokenizer.get_vocab().items() if token.endswith((".", "!", "?")))
     functions: dict[Noise, Callable[..., list[int]]] = {
         "infilling": partial(corruption.infill, mask_id=mask, density=density, mean_span=mean_span),
         "masking": partial(corruption.mask_random_tokens, mask_id=mask, density=density),
@@ -468,7 +478,7 @@ def collate_in_one(
     batches = []
     for group in group_rows_by_length(documents, [len(ids) for _, _, ids in documents], micro_batch_tokens):
         examples, sources, texts = zip(*group, strict=True)
-        masks = [[number >= source for number in range(len(ids))] for _, source, ids in group]
+        masks = [[position >= source for position in range(len(ids))] for _, source, ids in group]
         ragged = Ragged.build(texts, masks, row_ids=[example.row_id for example in examples])
         prefixes = torch.tensor(sources) if prefix_mask else None
         ragged = ragged.with_sources([example.source for example in examples])

@@ -1,4 +1,4 @@
-"""Checks of single fields of a row: text, numbers, lists, messages, tools. Each returns the clean value or raises `BadRow`.
+"""Checks of a row's fields: text, numbers, lists, messages, tools. Each returns the clean value or raises `BadRow`.
 
 Messages are understood as OpenAI writes them, also with content as a list of text parts and with the older
 `function_call`; and as ShareGPT's `from` and `value` with the roles `function_call` and `observation`; reasoning under
@@ -117,19 +117,19 @@ def number_field(row: Columns, key: str) -> float | None:
     if value is None or value == "":
         return None
     try:
-        number = math.nan if isinstance(value, bool) else float(cast("SupportsFloat", value))
+        parsed = math.nan if isinstance(value, bool) else float(cast("SupportsFloat", value))
     except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    if not math.isfinite(number):
+        parsed = math.nan
+    if not math.isfinite(parsed):
         raise BadRow(key, "must be a finite number", repr(value)[:40])
-    return number
+    return parsed
 
 
 def required_number(value: object, key: str) -> float:
     """The finite number that a value in the column `key` is."""
-    if (number := number_field({key: value}, key)) is None:
+    if (parsed := number_field({key: value}, key)) is None:
         raise BadRow(key, "holds no number for a response")
-    return number
+    return parsed
 
 
 def flag_field(row: Columns, key: str) -> bool:
@@ -191,7 +191,7 @@ def as_chatml(messages: Sequence[object]) -> Sequence[Any]:
     if texts and all(isinstance(turn, dict) and turn.keys() == {"input", "output"} for turn in texts):
         texts = [*chain.from_iterable((turn["input"], turn["output"]) for turn in cast("list[Columns]", texts))]
     if texts and all(isinstance(text, str) for text in texts):
-        return [{"role": SPEAKERS[number % 2], "content": text} for number, text in enumerate(texts)]
+        return [{"role": SPEAKERS[index % 2], "content": text} for index, text in enumerate(texts)]
     return [
         {names.get(name, name): value for name, value in message.items()}
         if isinstance(message, dict) and "from" in message

@@ -66,7 +66,7 @@ def source_files(source: str, split: str = "train") -> list[Path] | None:
     if path.is_dir():
         return _files_of_split(path, _files_inside(path), split)
     if glob.has_magic(source) and hub_source(source, "") is None:
-        files = [Path(each) for each in sorted(glob.glob(source, recursive=True)) if Path(each).is_file()]
+        files = [Path(name) for name in sorted(glob.glob(source, recursive=True)) if Path(name).is_file()]
         if not files:
             raise UserError(f"{source}: no file matches")
         return files
@@ -78,12 +78,12 @@ def unread_files(source: str, split: str) -> list[str]:
     path = Path(source)
     read = set(source_files(source, split) or ())
     files = _files_inside(path) if path.is_dir() else []
-    return [str(each.relative_to(path)) for each in files if each not in read]
+    return [str(file.relative_to(path)) for file in files if file not in read]
 
 
 def _files_inside(directory: Path) -> list[Path]:
-    inside = (each for each in directory.rglob("*") if each.is_file() and each.name.endswith(SUFFIXES))
-    files = [each for each in inside if not any(part.startswith(".") for part in each.relative_to(directory).parts)]
+    inside = (path for path in directory.rglob("*") if path.is_file() and path.name.endswith(SUFFIXES))
+    files = [path for path in inside if not any(part.startswith(".") for part in path.relative_to(directory).parts)]
     if not files:
         raise UserError(f"{directory}: a directory without files of rows ({', '.join(SUFFIXES)})")
     return sorted(files)
@@ -92,12 +92,12 @@ def _files_inside(directory: Path) -> list[Path]:
 def _files_of_split(directory: Path, files: list[Path], split: str) -> list[Path]:
     """The files of one split; all files where none is named after a split."""
     splits = {path: _split_named(path.relative_to(directory)) for path in files}
-    found = set(splits.values()) - {None}
-    wanted = {split} if split in found else {word for words in SPLIT_WORDS if split in words for word in words}
-    if found and not found & wanted:
-        names = ", ".join(sorted(map(str, found)))
+    split_names = set(splits.values()) - {None}
+    wanted = {split} if split in split_names else {word for words in SPLIT_WORDS if split in words for word in words}
+    if split_names and not split_names & wanted:
+        names = ", ".join(sorted(map(str, split_names)))
         raise UserError(f"{directory}: there is no split '{split}' among its files; it has {names}")
-    return [path for path in files if splits[path] in wanted] if found else files
+    return [path for path in files if splits[path] in wanted] if split_names else files
 
 
 def _split_named(path: Path) -> str | None:
@@ -114,10 +114,10 @@ def hub_source(source: str, split: str) -> HubName | None:
 
     A Hub id looks like no path of its own (`./`, `/`, `~`), has no known suffix, and at most one slash.
     """
-    found = HUB_SOURCE.fullmatch(source)
-    if found is None or found["name"].endswith((*SUFFIXES, ".gz", ".tsv")):
+    match = HUB_SOURCE.fullmatch(source)
+    if match is None or match["name"].endswith((*SUFFIXES, ".gz", ".tsv")):
         return None
-    return found["name"], found["config"], found["split"] or split
+    return match["name"], match["config"], match["split"] or split
 
 
 Position = Any  # JSON-like, of the reader that gave it; None is the beginning
@@ -145,10 +145,10 @@ def read_raw(source: str, split: str = "train", copies: Path | None = None) -> I
 
     `split`: where none is named. `copies`: a folder that may have a copy of the data set.
     """
-    found = find_rows(source, split)
-    if isinstance(found, tuple):
-        return _hub_rows(*found, copies=copies)
-    return chain.from_iterable(READERS[_format_of(path)](path) for path in found)
+    origin = find_rows(source, split)
+    if isinstance(origin, tuple):
+        return _hub_rows(*origin, copies=copies)
+    return chain.from_iterable(READERS[_format_of(path)](path) for path in origin)
 
 
 def read_whole(source: str, copies: Path | None = None) -> list[RawRow]:
@@ -176,12 +176,12 @@ class OpenSource:
 
 
 def open_sources(source: str, split: str) -> list[OpenSource]:
-    """The files of a source in order of their names, or the Hub data set that it names, unless one cannot be read in rows."""
-    found = find_rows(source, split)
-    if isinstance(found, tuple):
-        name = hub_label(*found)
-        return [OpenSource(name, [name], lambda position: _hub_rows(*found, position, streaming=True))]
-    for path in found:
+    """A source's files in order of their names, or the Hub data set it names, unless one cannot be read in rows."""
+    origin = find_rows(source, split)
+    if isinstance(origin, tuple):
+        name = hub_label(*origin)
+        return [OpenSource(name, [name], lambda position: _hub_rows(*origin, position, streaming=True))]
+    for path in origin:
         if _format_of(path) == ".json":
             raise UserError(
                 f"{path}: data.streaming reads {', '.join(sorted(set(READERS) - {'.json'}))}, and this file is "
@@ -189,13 +189,13 @@ def open_sources(source: str, split: str) -> list[OpenSource]:
             )
     return [
         OpenSource(str(path), [str(path), path.stat().st_size], partial(READERS[_format_of(path)], path))
-        for path in found
+        for path in origin
     ]
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Successive rows of a source: a part of a file of JSON lines, which whoever parses it reads, or rows as they are."""
+    """Successive rows of a source: rows as they are, or a part of a file of JSON lines, read by whoever parses it."""
 
     path: Path | None = None
     start: Position = None
@@ -219,8 +219,8 @@ def read_chunks(source: str, split: str, size: int) -> Iterator[Chunk]:
 
 def chunks_of(rows: Iterator[RawRow]) -> Iterator[Chunk]:
     """The rows as they are, in chunks of `CHUNK_ROWS`."""
-    while found := tuple(islice(rows, CHUNK_ROWS)):
-        yield Chunk(rows=found)
+    while block := tuple(islice(rows, CHUNK_ROWS)):
+        yield Chunk(rows=block)
 
 
 def _format_of(path: Path) -> str:
@@ -237,12 +237,12 @@ def _format_of(path: Path) -> str:
 
 def json_line_rows(path: Path, position: Position = None, stop: int | None = None) -> Iterator[RawRow]:
     """One JSON object per line, up to byte `stop`; decoded line by line, so that a broken byte costs one row only."""
-    start, number = position or (0, 0)
-    for line in _binary_lines(path, start, number) if stop is None or start < stop else ():
+    start, line_number = position or (0, 0)
+    for line in _binary_lines(path, start, line_number) if stop is None or start < stop else ():
         before = start
         start = start + len(line)
-        number = number + 1
-        if (row := _json_line_row(path, line, number, before)) is not None:
+        line_number = line_number + 1
+        if (row := _json_line_row(path, line, line_number, before)) is not None:
             yield row
         if stop is not None and start >= stop:
             return
@@ -284,7 +284,7 @@ def _object_row(location: str, values: object, end: Position = None) -> RawRow:
 
 
 def _binary_lines(path: Path, start: int = 0, lines: int = 0, longest: int = LINE_BYTES) -> Iterator[bytes]:
-    """The lines of a file, which may be compressed by gzip, from byte `start` of its content, before which are `lines`."""
+    """Lines of a file, perhaps compressed by gzip, from byte `start` of its content, before which are `lines`."""
     try:
         with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
             file.seek(start)
@@ -315,7 +315,7 @@ def _text_lines(path: Path, at: list[int], longest: int = LINE_BYTES) -> Iterato
 
 
 def line_chunks(path: Path, size: int, first: int) -> Iterator[Chunk]:
-    """An uncompressed file in successive chunks of whole lines, of about `size` bytes, the first one of about `first`."""
+    """An uncompressed file in successive chunks of whole lines, of about `size` bytes, the first of about `first`."""
     start = 0
     lines = 0
     with open(path, "rb") as file:
@@ -368,7 +368,7 @@ def _csv_rows(path: Path, position: Position = None) -> Iterator[RawRow]:
 
 
 def _json_rows(path: Path, position: Position = None) -> Iterator[RawRow]:
-    """A JSON list of objects, also under `data`, or one object, or lines of them; a row is located by its number there."""
+    """A JSON list of objects, also under `data`, or one object, or lines of them; a row is located by its number."""
     text = _whole_text(path)
     if not text.strip():
         return
@@ -385,8 +385,8 @@ def _json_rows(path: Path, position: Position = None) -> Iterator[RawRow]:
         rows = data if isinstance(data, list) else [rows]
     if not isinstance(rows, list):
         raise UserError(f"{path}: a .json file must hold a list of rows, or one object per line")
-    for number, values in enumerate(rows, start=1):
-        yield _object_row(f"{path}:{number}", values)
+    for row_number, values in enumerate(rows, start=1):
+        yield _object_row(f"{path}:{row_number}", values)
 
 
 def from_arrow(values: Mapping[str, object]) -> dict[str, object]:
@@ -418,14 +418,14 @@ def _parquet_rows(path: Path, position: Position = None) -> Iterator[RawRow]:
     try:
         with pq.ParquetFile(path) as table:
             for group in range(table.num_row_groups):
-                number = first
+                batch_start = first
                 size = table.metadata.row_group(group).num_rows
                 first += size
                 for batch in table.iter_batches(PARQUET_ROWS, row_groups=[group]) if row < first else ():
-                    for values in batch.slice(min(max(0, row - number), batch.num_rows)).to_pylist():
+                    for values in batch.slice(min(max(0, row - batch_start), batch.num_rows)).to_pylist():
                         row += 1
                         yield RawRow(f"{path}:{row}", from_arrow(values), end=row)
-                    number += batch.num_rows
+                    batch_start += batch.num_rows
     except (pa.ArrowInvalid, OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not a readable parquet file: {error}") from error
 
@@ -454,6 +454,6 @@ def _hub_rows(
     before, state = position or (0, None)
     if state is not None:
         dataset.load_state_dict(state)
-    for number, values in enumerate(dataset, start=before + 1):
-        end = [number, dataset.state_dict()] if streaming else None
-        yield RawRow(f"{label}:{number}", from_arrow(values), end=end)
+    for row_number, values in enumerate(dataset, start=before + 1):
+        end = [row_number, dataset.state_dict()] if streaming else None
+        yield RawRow(f"{label}:{row_number}", from_arrow(values), end=end)

@@ -65,7 +65,10 @@ PROMPT_NAMES = (
 )
 ANSWER_NAMES = ("answer", "response", "output", "solution", "targets", "target", "summary", "label")
 ALONE = "an assistant message alone has no prompt"
-PLAIN_PROMPT_REPLY = "holds tool calls or reasoning, for which a plain text prompt has no place; data.as_messages=true makes messages of it"
+PLAIN_PROMPT_REPLY = (
+    "holds tool calls or reasoning, for which a plain text prompt has no place; "
+    "data.as_messages=true makes messages of it"
+)
 EXPLICIT = ("prompt", "conversations", "instruction")  # columns that hold a prompt
 
 # Source: Taori et al. 2023, Stanford Alpaca, prompt with and without an input.
@@ -89,7 +92,7 @@ def alpaca_prompt(instruction: str, context: str = "") -> str:
 
 
 def instruction_prompt(row: Columns) -> str | Messages:
-    """Alpaca's prompt for `instruction` and `input`; messages where there are `system` or earlier turns in `history`."""
+    """Alpaca's prompt for `instruction` and `input`; messages if there are `system` or earlier turns in `history`."""
     instruction = text_field(row, "instruction")
     context = text_field({"input": "", **row}, "input", may_be_empty=True)
     question = f"{instruction}\n{context}" if context.strip() else instruction
@@ -221,7 +224,7 @@ def with_reasoning(record: Record, row: Columns) -> Record:
 
 
 def parse_comparison(row: Columns, row_id: str, *_: str) -> Comparison:
-    """A pair of responses, which may be equal; without a prompt HH-RLHF's two dialogues that differ in the last turn only."""
+    """A pair of responses, perhaps equal; without a prompt HH-RLHF's two dialogues differing in the last turn only."""
     margin = number_field(row, "margin")
     if isinstance(row.get("chosen"), list) and isinstance(row.get("rejected"), list):
         prompt, *replies = _message_pair(row)
@@ -261,7 +264,7 @@ def parse_text_pair(row: Columns, row_id: str) -> Comparison:
 
 
 def _split_dialogue(row: Columns, key: str) -> tuple[str, str]:
-    """A plain dialogue cut after its last assistant header: (prompt with the header, response), which joined are the text."""
+    """A plain dialogue cut after its last assistant header: (prompt with header, response), which join to the text."""
     text = "" if isinstance(row.get(key), dict) else text_field(row, key)
     head, header, response = text.rpartition(ASSISTANT_TURN)
     if not header:
@@ -281,7 +284,7 @@ def _message_pair(row: Columns) -> tuple[str | Messages, Message, Message]:
         require_weight(row, key)
     explicit = next((key for key in EXPLICIT if is_given(row.get(key))), None)
     both = enumerate(zip(pair["chosen"], pair["rejected"], strict=False))
-    shared = next((number for number, (one, other) in both if one != other), min(map(len, pair.values())) - 1)
+    shared = next((index for index, (one, other) in both if one != other), min(map(len, pair.values())) - 1)
     before = pair["chosen"][:shared]
     if explicit is not None:
         prompt = explicit_prompt(row)

@@ -101,7 +101,7 @@ def _summaries(row: Columns) -> Columns:
         prompt = text_field(info, "article") + "\n\nTL;DR:"
     else:
         prompt = TLDR.format(**{name: text_field(info, name) for name in ("subreddit", "title", "post")})
-    named = {f"summary_{number}": summary.get("text") for number, summary in enumerate(objects_field(row, "summaries"))}
+    named = {f"summary_{index}": summary.get("text") for index, summary in enumerate(objects_field(row, "summaries"))}
     return {**_without(row, "info", "summaries"), "prompt": prompt, **named}
 
 
@@ -120,7 +120,7 @@ def _several_sides(row: Columns) -> Columns:
     if not isinstance(chosen, list) or not all(isinstance(text, str) for text in chosen):
         return row
     responses = [*chosen, *list_field(row, "rejected")]
-    ranks = [int(number >= len(chosen)) for number in range(len(responses))]
+    ranks = [int(index >= len(chosen)) for index in range(len(responses))]
     return {**_without(row, "chosen", "rejected"), "responses": responses, "ranks": ranks}
 
 
@@ -182,7 +182,7 @@ def _race(row: Columns) -> list[Columns]:
     questions, options, answers = (list_field(row, key) for key in ("questions", "options", "answers"))
     if not len(questions) == len(options) == len(answers):
         raise BadRow("questions", "must be as many as options and answers")
-    return [_race_question(article, *each) for each in zip(questions, options, answers, strict=True)]
+    return [_race_question(article, *parts) for parts in zip(questions, options, answers, strict=True)]
 
 
 def _race_question(article: str, question: object, options: object, answer: object) -> Columns:
@@ -207,8 +207,8 @@ def _story_cloze(row: Columns) -> list[Columns]:
     """Four sentences and the right one of two endings. Source: Mostafazadeh et al. 2016, arXiv:1604.01696."""
     if (answer := number_field(row, "AnswerRightEnding")) not in (1, 2):
         raise BadRow("AnswerRightEnding", "must be 1 or 2", repr(answer))
-    context = " ".join(text_field(row, f"InputSentence{number}") for number in range(1, 5))
-    choices = [row.get(f"RandomFifthSentenceQuiz{number}") for number in (1, 2)]
+    context = " ".join(text_field(row, f"InputSentence{index}") for index in range(1, 5))
+    choices = [row.get(f"RandomFifthSentenceQuiz{index}") for index in (1, 2)]
     return [{"context": context, "choices": choices, "label": answer - 1}]
 
 
@@ -218,7 +218,7 @@ def _swag(row: Columns) -> list[Columns]:
     Source: Zellers et al. 2018, arXiv:1808.05326; the split is that of Devlin et al. 2019, arXiv:1810.04805, section
     4.4.
     """
-    choices = [f"{text_field(row, 'sent2')} {text_field(row, f'ending{number}')}" for number in range(4)]
+    choices = [f"{text_field(row, 'sent2')} {text_field(row, f'ending{index}')}" for index in range(4)]
     return [{**row, "context": text_field(row, "sent1"), "choices": choices}]
 
 

@@ -72,10 +72,10 @@ def parse_rated(row: Columns, row_id: str, key: str) -> Ranking:
 
 
 def _first(item: Columns, names: Sequence[str], key: str, what: str) -> object:
-    found = next((item[name] for name in names if item.get(name) is not None), None)
-    if found is None:
+    value = next((item[name] for name in names if item.get(name) is not None), None)
+    if value is None:
         raise BadRow(key, f"a response without its {what}", f"it has {', '.join(map(str, item))}")
-    return found
+    return value
 
 
 def _ranking(
@@ -104,26 +104,26 @@ def _ranking(
         raise BadRow("margin", "tells by how much the better of two responses leads; for more of them give scores")
     numbers = ranks or [-score for score in scores]
     order = sorted(set(numbers))
-    places = tuple(order.index(number) for number in numbers)
+    places = tuple(order.index(rank) for rank in numbers)
     return Ranking(prompt, tuple(responses), places, row_id, tuple(scores) or None, margin)
 
 
 def _listed_ranks(ranking: Sequence[object], responses: Sequence[str]) -> list[int]:
     """The place of each response, 0 the best, from the list of them best first, which names each of them once."""
-    found: dict[int, int] = {}
+    rank_of: dict[int, int] = {}
     for rank, entry in enumerate(ranking):
         for name in entry if isinstance(entry, list) else [entry]:
             index = responses.index(name) if isinstance(name, str) and name in responses else name
             if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < len(responses):
                 seen = f"{name!r:.40}; they are numbered 0 to {len(responses) - 1}, the best first"
                 raise BadRow("ranking", "names a response that is not there", seen)
-            if index in found:
+            if index in rank_of:
                 raise BadRow("ranking", "names a response twice", repr(name)[:40])
-            found[index] = rank
-    missing = [index for index in range(len(responses)) if index not in found]
+            rank_of[index] = rank
+    missing = [index for index in range(len(responses)) if index not in rank_of]
     if missing:
         raise BadRow("ranking", "leaves out a response", f"number {missing[0]} of {len(responses)}, from 0")
-    return [found[index] for index in range(len(responses))]
+    return [rank_of[index] for index in range(len(responses))]
 
 
 def parse_pair_ranking(row: Columns, row_id: str, *_: str) -> Ranking:
@@ -136,7 +136,7 @@ def parse_pair_ranking(row: Columns, row_id: str, *_: str) -> Ranking:
 
 
 def parse_tree(row: Columns, row_id: str, *_: str) -> list[Record]:
-    """The prompts of a tree of messages (OpenAssistant) that have two ranked replies or more, with the dialogue before."""
+    """The prompts of a tree of messages (OpenAssistant) with two ranked replies or more, and the dialogue before."""
     return _some(_ranked_replies(object_field(row, "prompt"), [], row_id), NO_RANKED_REPLIES)
 
 
@@ -152,8 +152,8 @@ def _ranked_replies(node: Columns, before: Messages, row_id: str, way: tuple[int
         ranks = [required_number(reply["rank"], "prompt") for reply in ranked]
         name = f"{row_id}[{'.'.join(map(str, way))}]" if way else row_id
         yield _ranking({}, [text_field(reply, "text") for reply in ranked], name, ranks=ranks, prompt=dialogue)
-    for number, reply in enumerate(replies):
-        yield from _ranked_replies(reply, dialogue, row_id, (*way, number))
+    for index, reply in enumerate(replies):
+        yield from _ranked_replies(reply, dialogue, row_id, (*way, index))
 
 
 # Steps
@@ -178,16 +178,16 @@ def parse_prm800k(row: Columns, row_id: str, *_: str) -> list[Record]:
     solutions = _solutions(list_field(object_field(row, "label"), "steps"))
     problem = text_field(object_field(row, "question"), "problem")
     rows = (
-        Steps(problem, tuple(texts), tuple(labels), f"{row_id}[{number}]")
-        for number, (texts, labels) in enumerate(solutions)
+        Steps(problem, tuple(texts), tuple(labels), f"{row_id}[{index}]")
+        for index, (texts, labels) in enumerate(solutions)
     )
     return _some(rows, NO_STEPS)
 
 
 def _some(records: Iterable[Record], none: str) -> list[Record]:
     """The records of a row, which is left out where it has none."""
-    if found := list(records):
-        return found
+    if row_records := list(records):
+        return row_records
     raise SkippedRow(none)
 
 
@@ -199,10 +199,12 @@ def _solutions(steps: Sequence[object]) -> Iterator[tuple[list[str], list[bool]]
         if not isinstance(step, dict):
             raise BadRow("label", f"a step must be an object, is {type_name(step)}")
         completions = enumerate(objects_field(step, "completions"))
-        rated: dict[float, Columns] = {number: each for number, each in completions if each.get("rating") is not None}
+        rated: dict[float, Columns] = {
+            index: candidate for index, candidate in completions if candidate.get("rating") is not None
+        }
         chosen = number_field(step, "chosen_completion")
-        for number, completion in rated.items():
-            if number != chosen:
+        for index, completion in rated.items():
+            if index != chosen:
                 yield [*texts, text_field(completion, "text")], [*labels, _is_right(completion)]
         if chosen in rated:
             texts.append(text_field(rated[chosen], "text"))
@@ -233,10 +235,10 @@ def parse_tagged_steps(row: Columns, row_id: str, *_: str) -> Steps:
     pieces = text_field(row, "input").split(TAG)
     marked = text_field(row, "label")
     labels = list[bool]()
-    for number, piece in enumerate(pieces[:-1], start=1):
+    for step, piece in enumerate(pieces[:-1], start=1):
         rest = marked.removeprefix(piece)
         if not marked.startswith(piece) or rest[:1] not in ("+", "-"):
-            raise BadRow("label", "is not the input's text with + or - at the end of each step", f"step {number}")
+            raise BadRow("label", "is not the input's text with + or - at the end of each step", f"step {step}")
         labels.append(rest[0] == "+")
         marked = rest[1:]
     if not labels:
@@ -265,10 +267,10 @@ def parse_marked_turns(row: Columns, row_id: str, key: str) -> Steps:
 
 
 def parse_first_error(row: Columns, row_id: str, problem: str, steps: str, label: str) -> Steps:
-    """Steps and the number of the first wrong one, -1 where all are right; of later ones nothing is known (ProcessBench)."""
+    """Steps and the number of the first wrong one, -1 if all are right; later ones are unknown (ProcessBench)."""
     texts = [text_field({steps: step}, steps) for step in list_field(row, steps)]
     wrong = required_number(row[label], label)
     if wrong not in range(-1, len(texts)):
         raise BadRow(label, "must be the number of a step from 0, or -1", f"{wrong:g} of {len(texts)}")
-    labels = [number != wrong for number in range(len(texts) if wrong < 0 else int(wrong) + 1)]
+    labels = [index != wrong for index in range(len(texts) if wrong < 0 else int(wrong) + 1)]
     return Steps(text_field(row, problem), tuple(texts[: len(labels)]), tuple(labels), row_id)

@@ -120,7 +120,7 @@ ROW_FORMATS: dict[Kind, tuple[RowFormat, ...]] = {  # the first whose columns ar
         RowFormat(("conversation",), formats.parse_dialogue),
         RowFormat(("data",), formats.parse_dialogue),
     ),
-    "comparisons": (RowFormat(PAIR, formats.parse_pair), *(each._replace(paired=True) for each in K_WAY)),
+    "comparisons": (RowFormat(PAIR, formats.parse_pair), *(row_format._replace(paired=True) for row_format in K_WAY)),
     "prompts": (
         RowFormat(("prompt",), formats.parse_prompt_column),
         RowFormat(("messages",), formats.parse_prompt_column),
@@ -198,17 +198,17 @@ def read_sources(
 ) -> tuple[list[Row], Tally]:
     """The good rows of several sources together, each read by `read` up to its most rows, and the tally."""
     whole: ParsedRows[Row] = ParsedRows()
-    for each in sources:
-        left = rows_left(max_rows, len(whole.rows), each)
+    for source in sources:
+        left = rows_left(max_rows, len(whole.rows), source)
         if left is not None and left <= 0:
             break
-        found = read(each, left)
-        if not found.rows and (on_bad_row == "skip" or not found.problems):
-            raise UserError(f"{each.source}: no row can be used\n" + "\n".join(found.counts.lines()[1:]))
-        whole.rows += found.rows
-        whole.problems += found.problems
-        each.note_unread(found.counts)
-        whole.counts = whole.counts.merged_with(found.counts)
+        parsed = read(source, left)
+        if not parsed.rows and (on_bad_row == "skip" or not parsed.problems):
+            raise UserError(f"{source.source}: no row can be used\n" + "\n".join(parsed.counts.lines()[1:]))
+        whole.rows += parsed.rows
+        whole.problems += parsed.problems
+        source.note_unread(parsed.counts)
+        whole.counts = whole.counts.merged_with(parsed.counts)
     if on_bad_row == "error":
         raise_bad_rows(whole.problems)
     return whole.rows, whole.counts
@@ -286,7 +286,7 @@ def _named_values(values: Columns) -> Iterator[tuple[str, object]]:
 
 
 class RecordParser:
-    """Makes the records of one source: one row format, and one form of prompt: str or list (messages), the first row's."""
+    """Makes the records of one source: one row format, one form of prompt, str or list (messages), the first row's."""
 
     def __init__(self, row_format: RowFormat, as_messages: bool = False):
         self.row_format = row_format
@@ -301,7 +301,7 @@ class RecordParser:
         self.prompts = formats.EXPLICIT if of_prompts.isdisjoint(row_format.columns) else ()  # one of them is read, too
 
     def _named(self, values: Columns) -> Columns:
-        """The row under our column names, if it is a published one; of prompts only where the prompt has another name."""
+        """The row under our column names, if it is a published one; of prompts only if the prompt has another name."""
         if self.keeps_all and values.keys() >= {*self.row_format.columns}:
             return values
         return published_row(values)
@@ -329,10 +329,10 @@ class RecordParser:
             raise BadRow("documents", "are not given to a chat template; write them into a message")
         if self.as_messages and "instruction" in values:
             values = {"system": "", **values}  # an instruction with a system message, empty or not, becomes messages
-        found = self.row_format.parser(values, location, *self.row_format.columns)
-        records = found if isinstance(found, list) else [found]
+        parsed = self.row_format.parser(values, location, *self.row_format.columns)
+        records = parsed if isinstance(parsed, list) else [parsed]
         if self.row_format.paired:
-            records = [pair for each in records for pair in ordered_pairs(cast("Ranking", each))]
+            records = [pair for ranking in records for pair in ordered_pairs(cast("Ranking", ranking))]
             if not records:
                 raise SkippedRow(ALL_TIED)
         if self.as_messages:
@@ -359,7 +359,7 @@ def choose_row_format(name: str, rows: list[RawRow], kind: Kind, columns: dict[s
     readable = [row.values for row in rows if row.values is not None]
     if not readable:
         return ROW_FORMATS[kind][0]
-    found = dict.fromkeys(str(key) for values in readable for key in values)
+    column_names = dict.fromkeys(str(key) for values in readable for key in values)
     inside = dict.fromkeys(key for values in readable for key, _ in _named_values(values))
     _check_columns(name, kind, columns, list(inside))
     for values in readable:
@@ -370,8 +370,8 @@ def choose_row_format(name: str, rows: list[RawRow], kind: Kind, columns: dict[s
     expected = "; or ".join(" + ".join(row_format.columns) for row_format in ROW_FORMATS[kind])
     judged = "; where a number says which response is better, write chosen and rejected"
     raise UserError(
-        f"{name}: no {kind} here: found columns {', '.join(found)}; expected {expected}. "
-        f"Name the file's columns with {_likely_columns(found, kind) or 'data.columns.OURS=THEIRS'}"
+        f"{name}: no {kind} here: found columns {', '.join(column_names)}; expected {expected}. "
+        f"Name the file's columns with {_likely_columns(column_names, kind) or 'data.columns.OURS=THEIRS'}"
         + judged
         * (kind in ("comparisons", "rankings"))
     )

@@ -175,14 +175,17 @@ def choose_turns(rows: Sequence[Record], turns: Turns) -> list[Record]:
         if isinstance(row, Demonstration) and row.messages is not None:
             trained = row.trained or (True,) * sum(message["role"] == "assistant" for message in row.messages)
             if turns == "last":
-                last = max(number for number, counts in enumerate(trained) if counts)
-                trained = tuple(number == last for number in range(len(trained)))
+                last = max(position for position, counts in enumerate(trained) if counts)
+                trained = tuple(position == last for position in range(len(trained)))
             chosen[index] = replace(row, trained=trained, apart=True)
     return chosen
 
 
 def single_turns(row: Demonstration) -> list[tuple[Demonstration, str | Message]]:
-    """(row with the prompt, reply) of each turn that counts and has something before it; of a row without `messages` its own."""
+    """(row with the prompt, reply) of each turn that counts and has something before it.
+
+    Of a row without `messages` they are the row and its own reply.
+    """
     if row.messages is None:
         return [(row, row.response)]
     replies = [index for index, message in enumerate(row.messages) if message["role"] == "assistant"]
@@ -250,7 +253,7 @@ class Tally:
     note_unread = partialmethod(_count, "unread")  # name, row id: a row with a column or key that nothing reads
 
     def with_documents(self, documents: Iterable[Sequence[int]]) -> "Tally":
-        """The tally of tokenized rows with the numbers of those kept, of these documents and of their tokens filled in."""
+        """The tally of tokenized rows with the numbers of rows kept, of these documents and of their tokens."""
         sizes = [len(document) for document in documents]
         return replace(self, kept=self.rows - self.lost, documents=len(sizes), tokens=sum(sizes))
 
@@ -271,7 +274,7 @@ class Tally:
         return {**sums, "first": first}
 
     def require(self, max_lost_share: float, source: str, max_cut_share: float = 1.0, cuts: Sequence[str] = ()) -> None:
-        """Refuse to go on with too little: no row, too many dropped, or too many of the rows kept with one of `cuts`."""
+        """Refuse to go on with too little: no row, too many dropped, or too many kept rows with one of `cuts`."""
         cut = {kind: self.cut[kind] for kind in cuts if self.cut.get(kind, 0) > max_cut_share * self.kept}
         if not self.kept or self.lost > max_lost_share * self.rows:
             head = f"{self.lost} of {self.rows} rows were dropped (data.max_lost_share is {max_lost_share:g})"
@@ -302,6 +305,6 @@ class Tally:
 
     def _reasons(self, table: dict[str, int], verb: str) -> list[str]:
         return [
-            f"  {verb} {number}: {reason} ({', '.join(self.first[reason])}{', ...' if number > SHOWN_IDS else ''})"
-            for reason, number in table.items()
+            f"  {verb} {count}: {reason} ({', '.join(self.first[reason])}{', ...' if count > SHOWN_IDS else ''})"
+            for reason, count in table.items()
         ]

@@ -84,7 +84,7 @@ class Segment(NamedTuple):
 
 
 class TextPlan(NamedTuple):
-    """A rendered text cut into parts, in order, and notes for the user; the last prompt as generation encodes it, or []."""
+    """Parts of a rendered text, in order, and notes for the user; the last prompt as generation encodes it, or []."""
 
     parts: list[Segment]
     notes: tuple[str, ...] = ()
@@ -106,7 +106,7 @@ class EncodedChat:
 
 def attempt(function: Callable[..., Result], *arguments: Any) -> Result | UserError:
     """The result of a function, or the UserError that it raised; the error itself where an argument is one."""
-    refused = [each for each in arguments if isinstance(each, UserError)]
+    refused = [argument for argument in arguments if isinstance(argument, UserError)]
     try:
         return refused[0] if refused else function(*arguments)
     except UserError as error:
@@ -172,21 +172,21 @@ def encode_each_prompt(
     every = [None] * len(prompts) if tools is None else tools
     if isinstance(tokenizer.chat_template, dict):
         return _by_template(tokenizer, encode_each_prompt, every, prompts=prompts, tools=every)
-    asked = {number: prompt for number, prompt in enumerate(prompts) if not isinstance(prompt, str)}
+    asked = {index: prompt for index, prompt in enumerate(prompts) if not isinstance(prompt, str)}
     plans: list[TextPlan | UserError] = [TextPlan([Segment([Piece(str(prompt))], False)]) for prompt in prompts]
     if asked:
         controls = control_strings(tokenizer)
         stops = stop_strings(tokenizer)
         dialogues = [
-            escape(controls, replies_without_end(prompt, stops), every[number], ((len(prompt), True),))
-            for number, prompt in asked.items()
+            escape(controls, replies_without_end(prompt, stops), every[index], ((len(prompt), True),))
+            for index, prompt in asked.items()
         ]
         rendered = attempt(render_dialogues, tokenizer, dialogues)
         texts = [rendered] * len(asked) if isinstance(rendered, UserError) else rendered
-        for (number, prompt), dialogue, written in zip(asked.items(), dialogues, texts, strict=True):
+        for (index, prompt), dialogue, written in zip(asked.items(), dialogues, texts, strict=True):
             refused = None if prompt and prompt[-1]["role"] != "assistant" else UserError(NOT_OPEN)
-            plans[number] = refused or attempt(_prompt_plan, tokenizer, dialogue, written)
-    return [each if isinstance(each, UserError) else each.ids for each in encode_plans(tokenizer, plans)]
+            plans[index] = refused or attempt(_prompt_plan, tokenizer, dialogue, written)
+    return [encoded if isinstance(encoded, UserError) else encoded.ids for encoded in encode_plans(tokenizer, plans)]
 
 
 def _prompt_plan(tokenizer: Tokenizer, dialogue: Dialogue, texts: Sequence[str]) -> TextPlan:
@@ -197,7 +197,7 @@ def _prompt_plan(tokenizer: Tokenizer, dialogue: Dialogue, texts: Sequence[str])
 def response_ids(
     tokenizer: Tokenizer, response: str | Message, prompt: str | Messages = "", *, ended: bool = True
 ) -> list[int]:
-    """Ids of a response and exactly one end token, also where the text already ends in it; as `encode_each_response`."""
+    """Ids of a response and exactly one end token, even if the text already ends in it; as `encode_each_response`."""
     return encode_response(tokenizer, response, prompt, ended=ended).ids
 
 
@@ -247,7 +247,8 @@ def encode_each_response(
     ends = [end if is_whole else None for is_whole in whole]
     messages = [Message(role="assistant", content=reply) if isinstance(reply, str) else reply for reply in responses]
     replies = [
-        replies_without_end([message], stops if each else ())[0] for message, each in zip(messages, ends, strict=True)
+        replies_without_end([message], stops if end_token else ())[0]
+        for message, end_token in zip(messages, ends, strict=True)
     ]
     turns = [*map(_Turn, asked, replies, every, ends)]
     chat = chat_format(tokenizer) if any(isinstance(turn.prompt, list) for turn in turns) else ChatFormat("")
@@ -256,15 +257,15 @@ def encode_each_response(
     plans: list[TextPlan | UserError] = [_plain_plan(chat, turn) for turn in turns]
     writes = chat.writes_around or chat.end is None
     chosen = {}
-    for number, turn in enumerate(turns):
+    for index, turn in enumerate(turns):
         if isinstance(turn.prompt, list) and (writes or not _continues(chat, turn)):
             cuts = (len(turn.prompt), True), (len(turn.prompt) + 1, False)
-            chosen[number] = escape(chat.controls, [*turn.prompt, turn.reply], turn.tools, cuts)
+            chosen[index] = escape(chat.controls, [*turn.prompt, turn.reply], turn.tools, cuts)
     written = render_dialogues(tokenizer, list(chosen.values())) if chosen else []
-    for (number, dialogue), texts in zip(chosen.items(), written, strict=True):
-        if not is_plain(turns[number].reply) or turns[number].reply["content"].strip():
-            plans[number] = attempt(_turn_plan, tokenizer, chat, turns[number], dialogue, texts)
-    return [attempt(_prompt_apart, each) for each in encode_plans(tokenizer, plans)]
+    for (index, dialogue), texts in zip(chosen.items(), written, strict=True):
+        if not is_plain(turns[index].reply) or turns[index].reply["content"].strip():
+            plans[index] = attempt(_turn_plan, tokenizer, chat, turns[index], dialogue, texts)
+    return [attempt(_prompt_apart, encoded) for encoded in encode_plans(tokenizer, plans)]
 
 
 def _prompt_apart(encoded: EncodedChat) -> EncodedChat:
@@ -330,30 +331,30 @@ def _turn_plan(
     response = turn.reply["content"]
     message = dialogue.messages[-1]
     plain = is_plain(turn.reply)
-    found = find_turn(chat, message, closed, opened=opened, closed=closed)
+    span = find_turn(chat, message, closed, opened=opened, closed=closed)
     follows = _continues(chat, turn)
     unlike = plain and (chat.end is None or chat.writes_around or not follows)
-    if isinstance(found, str) and (unlike or turn.reply.get("tool_calls")):
+    if isinstance(span, str) and (unlike or turn.reply.get("tool_calls")):
         why = UNLIKE if plain else NO_CALLS
         raise UserError(f"{name_of(tokenizer)} {why.format(len(turn.prompt))}")
-    if isinstance(found, str) or (found.start != len(opened) and follows):
+    if isinstance(span, str) or (span.start != len(opened) and follows):
         return _plain_plan(chat, turn, () if plain else (UNRENDERED_REASONING,))
-    body = closed[found.start : found.stop]
-    lead = closed[found.start : found.words]
+    body = closed[span.start : span.stop]
+    lead = closed[span.start : span.words]
     _, repeated = without_prefill(chat, dialogue.escaped.unescape(body[len(lead) :]))
     if plain and (repeated or (lead and response.startswith(lead))):
         return _plain_plan(chat, turn)
     if turn.end is None and plain:
         body = lead + dialogue.escaped.escape(response)
-    pieces = reply_pieces(tokenizer, chat, body, dialogue.escaped, ending(chat.controls, closed[: found.start]))
-    end = None if turn.end is None else found.end or turn.end
-    notes = _notes(turn, found.end)
+    pieces = reply_pieces(tokenizer, chat, body, dialogue.escaped, ending(chat.controls, closed[: span.start]))
+    end = None if turn.end is None else span.end or turn.end
+    notes = _notes(turn, span.end)
     notes += (UNRENDERED_REASONING,) if loses_reasoning(message, body) else ()
     reply = Segment(pieces, True, end)
-    if found.start == len(opened):
+    if span.start == len(opened):
         return TextPlan([reply], notes)
-    prompt = Segment(pieces_of(tokenizer, closed[: found.start], dialogue.escaped, after=""), False)
-    return TextPlan([prompt, reply], (*notes, PREFILLED.format(opened[found.start :])))
+    prompt = Segment(pieces_of(tokenizer, closed[: span.start], dialogue.escaped, after=""), False)
+    return TextPlan([prompt, reply], (*notes, PREFILLED.format(opened[span.start :])))
 
 
 def texts_ids(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
@@ -384,10 +385,10 @@ def encode_dialogues(tokenizer: Tokenizer, rows: Sequence[Demonstration]) -> lis
     texts = render_dialogues(tokenizer, dialogues, training=True)
     generated = texts
     if chat.training != chat.template:
-        generated = render_dialogues(tokenizer, [replace(each, cuts=each.cuts[-1:]) for each in dialogues])
+        generated = render_dialogues(tokenizer, [replace(dialogue, cuts=dialogue.cuts[-1:]) for dialogue in dialogues])
     plan = partial(_plan, tokenizer=tokenizer, chat=chat)
-    plans = [attempt(plan, *each) for each in zip(rows, dialogues, texts, generated, strict=True)]
-    return [attempt(_require_reply, each) for each in encode_plans(tokenizer, plans)]
+    plans = [attempt(plan, *arguments) for arguments in zip(rows, dialogues, texts, generated, strict=True)]
+    return [attempt(_require_reply, encoded) for encoded in encode_plans(tokenizer, plans)]
 
 
 def _require_reply(encoded: EncodedChat) -> EncodedChat:
@@ -399,7 +400,7 @@ def _require_reply(encoded: EncodedChat) -> EncodedChat:
 def _prepared(controls: Sequence[str], row: Demonstration, stops: Sequence[str]) -> Dialogue:
     """The dialogue up to its last reply, its control strings escaped, and the texts to render of it."""
     messages = row.messages or []
-    replies = [index for index, each in enumerate(messages) if each["role"] == "assistant"]
+    replies = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     messages = messages[: replies[-1] + 1] if replies else []
     cuts = [(len(messages), False)]
     for index in replies:
@@ -411,8 +412,8 @@ def _prepared(controls: Sequence[str], row: Demonstration, stops: Sequence[str])
 def replies_without_end(messages: Messages, stops: Sequence[str]) -> Messages:
     """The messages, the assistant's without the end tokens written at their ends: the template writes its own."""
     return [
-        {**each, "content": without_end(each["content"], stops)} if each["role"] == "assistant" else each
-        for each in messages
+        {**message, "content": without_end(message["content"], stops)} if message["role"] == "assistant" else message
+        for message in messages
     ]
 
 

@@ -51,7 +51,7 @@ class RenderTask(NamedTuple):
 def render_tasks(
     template: str, tasks: Sequence[RenderTask], variables: Mapping[str, object]
 ) -> list[list[str] | RenderError]:
-    """The texts of each task as `tokenizer.apply_chat_template(messages, tokenize=False)` gives them, or its first error.
+    """The texts of each task that `tokenizer.apply_chat_template(messages, tokenize=False)` gives, or its first error.
 
     Only `strftime_now` differs. `variables` are the special tokens, which a template sees too.
     """
@@ -150,15 +150,15 @@ def serve() -> None:
 
 
 def _answer(compiled: Callable[[], Any], task: RenderTask, variables: Mapping[str, object]) -> dict[str, Any]:
-    """{"texts": [...]}, or {"error": ..., "ended": ...} of the first that failed; each text has its own limit of time."""
+    """{"texts": [...]}, or {"error": ..., "ended": ...} of the first that failed; each text has its own time limit."""
     texts = []
     first: Mapping[str, Any] = task.messages[0] if task.messages else {}
     variables = {**variables, **first.get("chat_template_kwargs", {})}
     try:
-        for number, open_turn in task.cuts:
+        for end, open_turn in task.cuts:
             signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
             template = compiled()
-            messages = task.messages[:number]
+            messages = task.messages[:end]
             template.globals["strftime_now"] = TEMPLATE_DATE.strftime
             text = template.render(
                 messages=messages, tools=task.tools, documents=None, add_generation_prompt=open_turn, **variables

@@ -57,7 +57,10 @@ def without_end(text: str, stops: Sequence[str]) -> str:
 
 
 def bos_adder(tokenizer: Tokenizer) -> Callable[[list[int]], list[int]]:
-    """A function that puts the BOS before a sequence, where the tokenizer has one and the template wrote none; two are refused."""
+    """A function that puts the BOS before a sequence, where the tokenizer has one and the template wrote none.
+
+    Two are refused.
+    """
     bos = tokenizer.bos_token_id
     adds = adds_bos(tokenizer)
 
@@ -99,7 +102,7 @@ class SpecialTokenTemplate:
         return EncodedText(
             ids=[token for part in parts for token in part],
             segments=[segment for part, segment in zip(parts, segments, strict=True) for _ in part],
-            is_text=[number % 2 == 1 for number, part in enumerate(parts) for _ in part],
+            is_text=[index % 2 == 1 for index, part in enumerate(parts) for _ in part],
             starts=tuple(accumulate(map(len, parts)))[:-1:2],
         )
 
@@ -130,12 +133,12 @@ class TokenizedText:
 
 
 def tokenize_with_offsets(tokenizer: Tokenizer, texts: Sequence[str]) -> list[TokenizedText]:
-    """Ids of each text with word starts and character offsets; a string such as "[SEP]" in a text stays ordinary text."""
-    found = []
+    """Ids of each text with word starts and character offsets; a string such as "[SEP]" in it stays ordinary text."""
+    tokenized = []
     for encoding in _encodings(tokenizer, list(texts), add_special_tokens=False) if texts else []:
         starts = [word is None or word != before for before, word in pairwise([None, *encoding.word_ids])]
-        found.append(TokenizedText(encoding.ids, starts, encoding.offsets))
-    return found
+        tokenized.append(TokenizedText(encoding.ids, starts, encoding.offsets))
+    return tokenized
 
 
 def _encodings(tokenizer: Tokenizer, *texts: list[str], add_special_tokens: bool) -> list[Any]:

@@ -2,9 +2,9 @@
 
 A template is rendered by transformers' sandbox to text (in rendering.py, under limits and at a fixed date), and the
 text is tokenized as a whole, so ordinary messages get exactly the ids of `apply_chat_template(tokenize=True)` (and a
-BOS where the template lacks the tokenizer's). Control strings inside messages ("<|im_end|>" typed by a user, in a tool's
-answer, in reasoning, in the arguments of a call) are replaced by private-use characters before rendering; afterwards
-the text is split there and the strings are tokenized as plain text.
+BOS where the template lacks the tokenizer's). Control strings inside messages ("<|im_end|>" typed by a user, in a
+tool's answer, in reasoning, in the arguments of a call) are replaced by private-use characters before rendering;
+afterwards the text is split there and the strings are tokenized as plain text.
 
 Templates by name, in the formats that the field uses, are our own writing."""
 
@@ -247,7 +247,7 @@ class EscapedControlTokens:
         if not self.strings:
             return value
         if isinstance(value, str):
-            numbers = {string: f"{self.opening}{number}{self.closing}" for number, string in enumerate(self.strings)}
+            numbers = {string: f"{self.opening}{index}{self.closing}" for index, string in enumerate(self.strings)}
             return cast("Value", re.sub("|".join(map(re.escape, numbers)), lambda match: numbers[match[0]], value))
         if isinstance(value, dict):
             return cast("Value", {self.escape(key): self.escape(inner) for key, inner in value.items()})
@@ -284,10 +284,12 @@ def render_dialogues(
 ) -> list[list[str] | UserError]:
     """The texts of each dialogue, or the reason why the template refuses it; `training`: by `ChatFormat.training`."""
     chat = chat_format(tokenizer)
-    tasks = [RenderTask(chat.as_read(each.messages), each.cuts, each.tools or None) for each in dialogues]
+    tasks = [
+        RenderTask(chat.as_read(dialogue.messages), dialogue.cuts, dialogue.tools or None) for dialogue in dialogues
+    ]
     variables = cast("dict[str, object]", tokenizer.special_tokens_map)
     answers = render_tasks(chat.training if training else chat.template, tasks, variables)
-    roles = [", ".join(message["role"] for message in each.messages) for each in dialogues]
+    roles = [", ".join(message["role"] for message in dialogue.messages) for dialogue in dialogues]
     return [
         UserError(f"{name_of(tokenizer)} refuses messages of roles {of_each}: {answer}")
         if isinstance(answer, RenderError)
@@ -302,7 +304,7 @@ def is_written(words: str, text: str) -> bool:
 
 
 def require_contents(tokenizer: Tokenizer, dialogue: Dialogue, text: str) -> None:
-    """Refuse a template that leaves out or rewrites what others than the assistant said, but for blanks, or the tools."""
+    """Refuse a template that omits or rewrites what others than the assistant said, but for blanks, or the tools."""
     for index, message in enumerate(dialogue.messages):
         if message["role"] != "assistant" and not is_written(message["content"].strip(), text):
             raise UserError(f"{name_of(tokenizer)} leaves out or rewrites message {index} (role {message['role']})")
@@ -333,8 +335,8 @@ def pieces_of(tokenizer: Tokenizer, text: str, escaped: EscapedControlTokens, *,
     """The pieces of a rendered text: the template's control tokens as such, escaped strings as plain text."""
     pieces = []
     controls = control_strings(tokenizer) if escaped.strings else []
-    for number, part in enumerate(escaped.pattern.split(text)):  # text, number, text, number, ..., text
-        typed = number % 2 == 1
+    for index, part in enumerate(escaped.pattern.split(text)):  # text, number, text, number, ..., text
+        typed = index % 2 == 1
         if not typed and (escaped.opening in part or escaped.closing in part):
             raise UserError(f"{name_of(tokenizer)} cuts message texts apart, which could let control tokens through")
         if part:
@@ -397,7 +399,7 @@ def with_chat_template(tokenizer: Tokenizer, chosen: str | None) -> Tokenizer:
     template = read_chat_template(chosen)
     name = str(tokenizer.name_or_path or "the tokenizer")
     if missing := _missing_tokens(tokenizer, chosen):
-        free = ", ".join(each for each, needed in NAMED.items() if not needed)
+        free = ", ".join(built_in for built_in, needed in NAMED.items() if not needed)
         raise UserError(
             f"chat_template {chosen}: {name} has no special token {', '.join(missing)}. `alignment export --model "
             f"{name} --chat-template {chosen} --output DIR` writes the model with these tokens added, to start from; "

@@ -1,4 +1,4 @@
-"""A tokenizer as the library uses it: loading and saving, its interface, texts to token ids, its control tokens, how it fails.
+"""A tokenizer as the library uses it: loading, saving, its interface, texts to token ids, control tokens, its failures.
 
 Whether a string such as "</s>" is a control token is the caller's choice, never the text's."""
 
@@ -66,7 +66,7 @@ def _encode(tokenizer: Tokenizer, texts: Sequence[str], control_tokens: bool) ->
     with naming_panics(tokenizer):
         if (backend := _plain_backend(tokenizer)) is not None:
             backend.encode_special_tokens = not control_tokens
-            return [each.ids for each in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+            return [encoding.ids for encoding in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
         encoded = tokenizer(  # verbose=False: no warning about long texts, which are truncated later
             list(texts),
             add_special_tokens=False,
@@ -205,7 +205,7 @@ def _load_wordpiece(path: Path) -> Tokenizer:
     from alignment.data.tokenizers.train import BERT_TOKENS, wordpiece
 
     pieces = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
-    ids = {piece: number for number, piece in enumerate(pieces)}
+    ids = {piece: token_id for token_id, piece in enumerate(pieces)}
     if missing := [token for token in BERT_TOKENS if token not in ids]:
         raise UserError(f"{path}: {', '.join(missing)} is missing, so it is not BERT's; save tokenizer.json instead")
     return cast("Tokenizer", wordpiece(ids, lowercase=all(piece == piece.lower() for piece in ids if piece[:1] != "[")))
@@ -246,7 +246,7 @@ def add_new_tokens(tokenizer: Tokenizer, tokens: Sequence[str], special_tokens: 
         for token, problem in problems.items()
     )
     for contents, special in ((tokens, False), (special_tokens, True)):
-        tokenizer.add_tokens([AddedToken(each, normalized=False, special=special) for each in contents], special)
+        tokenizer.add_tokens([AddedToken(content, normalized=False, special=special) for content in contents], special)
 
 
 def save_tokenizer(tokenizer: Tokenizer, directory: str | Path) -> None:

@@ -26,7 +26,7 @@ SIZED = ("bpe", "wordpiece", "unigram")  # kinds whose vocabulary size is a sett
 def wrap(
     tokenizer: Backend, single: str = "", pair: str = "", *, added: Sequence[str] = (), **options: Any
 ) -> "PreTrainedTokenizerFast":
-    """The tokenizer in transformers' form; `single` and `pair` are `TemplateProcessing`'s, `added` their special tokens."""
+    """The tokenizer in transformers' form; `single`, `pair`: of `TemplateProcessing`; `added`: their special tokens."""
     from transformers import PreTrainedTokenizerFast
 
     if single:
@@ -45,7 +45,7 @@ def byte_level(tokenizer: Backend, **options: Any) -> Backend:
 
 
 def bert_pipeline(tokenizer: Backend, *, lowercase: bool) -> Backend:
-    """The tokenizer with BERT's normalization and words: clean, fold, cut at blanks, punctuation, Chinese characters."""
+    """The tokenizer with BERT's normalizer and words: clean, fold, cut at blanks, punctuation, Chinese characters."""
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase)  # type: ignore[assignment]
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()  # type: ignore[assignment]
     tokenizer.decoder = decoders.WordPiece(prefix="##")  # type: ignore[assignment]
@@ -68,7 +68,7 @@ def wordpiece(ids: dict[str, int], *, lowercase: bool) -> "PreTrainedTokenizerFa
 
 def wrap_t5(tokenizer: Backend, sentinels: Sequence[int]) -> "PreTrainedTokenizerFast":
     """The tokenizer in transformers' form, the end token after each text, the sentinels added in the order given."""
-    tokenizer.add_special_tokens([*T5_TOKENS, *(f"<extra_id_{number}>" for number in sentinels)])
+    tokenizer.add_special_tokens([*T5_TOKENS, *(f"<extra_id_{sentinel}>" for sentinel in sentinels)])
     return wrap(
         tokenizer,
         "$A </s>",
@@ -77,7 +77,7 @@ def wrap_t5(tokenizer: Backend, sentinels: Sequence[int]) -> "PreTrainedTokenize
         eos_token="</s>",
         pad_token="<pad>",
         unk_token="<unk>",
-        extra_special_tokens=[f"<extra_id_{number}>" for number in sorted(sentinels)],
+        extra_special_tokens=[f"<extra_id_{sentinel}>" for sentinel in sorted(sentinels)],
     )
 
 
@@ -217,7 +217,7 @@ def byte_tokenizer(texts: Iterable[str] = (), *, sentinels: int = 125) -> "PreTr
     """
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    pieces = {token: number for number, token in enumerate(T5_TOKENS)}
+    pieces = {token: token_id for token_id, token in enumerate(T5_TOKENS)}
     pieces |= {character: len(T5_TOKENS) + byte for byte, character in bytes_to_unicode().items()}
     tokenizer = byte_level(Backend(models.BPE(vocab=pieces, merges=[], unk_token="<unk>")), use_regex=False)
     return wrap_t5(tokenizer, range(sentinels))
@@ -231,7 +231,7 @@ def train_characters(texts: Iterable[str]) -> "PreTrainedTokenizerFast":
     characters = sorted(set().union(*map(set, texts)))
     if not characters:
         raise UserError("no text, so no characters to make a vocabulary of")
-    ids = {token: number for number, token in enumerate(["</s>", "<pad>", "<unk>", *characters])}
+    ids = {token: token_id for token_id, token in enumerate(["</s>", "<pad>", "<unk>", *characters])}
     tokenizer = Backend(models.WordLevel(vocab=ids, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()

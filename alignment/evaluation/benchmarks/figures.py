@@ -52,12 +52,12 @@ def toxicity_classifier(config: ToxicityConfig) -> Classifier:
         raise UserError(f"toxicity.label: {config.model} has no class {config.label!r}; {suggest(config.label, names)}")
 
     def toxicities(texts: Sequence[str]) -> list[float]:
-        found = dict.fromkeys(texts, 0.0)
+        probability_of = dict.fromkeys(texts, 0.0)
         said = [text for text in dict.fromkeys(texts) if text.strip()]
         if said:
             shares = classify(config.model, said).softmax(-1)[:, names.index(config.label)]
-            found.update(zip(said, shares.tolist(), strict=True))
-        return [found[text] for text in texts]
+            probability_of.update(zip(said, shares.tolist(), strict=True))
+        return [probability_of[text] for text in texts]
 
     return toxicities
 
@@ -113,7 +113,7 @@ def measure(
 
 
 def multiple_choice(task: LoadedBenchmark, scorer: LanguageScorer | BaselineScorer) -> list[Row]:
-    """1 where the choice with the highest log-probability is right; `_norm`: divided by its characters, as lm-eval does.
+    """1 where the choice with the highest log-probability is right; `_norm`: divided by its characters, as in lm-eval.
 
     Of several choices with the highest the share that is right counts, a half in a tie of two.
     mc1: 1 where the best right choice is likelier than every wrong one. mc2 = sum of p(right) / sum of p(all).
@@ -123,13 +123,13 @@ def multiple_choice(task: LoadedBenchmark, scorer: LanguageScorer | BaselineScor
     settings = task.settings
     rows = list[Row]()
     if isinstance(scorer, LanguageScorer) and scorer.is_encoder:
-        found = iter(scorer.pseudo_log_probs([item.choices for item in task.items]))
+        scores = iter(scorer.pseudo_log_probs([item.choices for item in task.items]))
     else:
         delimiter = settings.delimiter if settings.prompt else ""
         requests = [(item.prompt, delimiter + choice) for item in task.items for choice in item.choices]
-        found = (one.log_prob for one in scorer.likelihoods(requests))
+        scores = (one.log_prob for one in scorer.likelihoods(requests))
     for item in task.items:
-        log_probs = np.array([next(found) for _ in item.choices])
+        log_probs = np.array([next(scores) for _ in item.choices])
         norm = log_probs / [max(1, len(choice)) for choice in item.choices]
         best = int(log_probs.argmax())
         row: Row = {
@@ -157,12 +157,12 @@ def _share_right(values: np.ndarray, right: Sequence[int]) -> float:
 
 def last_word(task: LoadedBenchmark, scorer: LanguageScorer | BaselineScorer) -> list[Row]:
     """1 where greedy decoding gives the continuation; its log-probability."""
-    found = scorer.likelihoods([(item.prompt, task.settings.delimiter + item.choices[0]) for item in task.items])
-    return [{task.settings.figure: one.greedy, "log_prob": one.log_prob} for one in found]
+    likelihoods = scorer.likelihoods([(item.prompt, task.settings.delimiter + item.choices[0]) for item in task.items])
+    return [{task.settings.figure: one.greedy, "log_prob": one.log_prob} for one in likelihoods]
 
 
 def rolling(task: LoadedBenchmark, scorer: LanguageScorer | BaselineScorer) -> list[Row]:
-    """Log-probability, words and bytes of each text; words are what blanks part, also at its ends, as lm-eval counts them."""
+    """Log-probability, words and bytes of each text; blanks part words, also at its ends, as lm-eval counts them."""
     texts = [item.prompt for item in task.items]
     counted = [item.counted or item.prompt for item in task.items]
     return [
@@ -172,11 +172,11 @@ def rolling(task: LoadedBenchmark, scorer: LanguageScorer | BaselineScorer) -> l
 
 
 def answers(task: LoadedBenchmark, scorer: LanguageScorer | BaselineScorer) -> list[Row]:
-    """1 where the response's answer is an accepted one; with match=squad exact match, and F1 of the words; `metrics`."""
+    """1 where the response's answer is accepted; with match=squad exact match, and F1 of the words; `metrics`."""
     settings = task.settings
     responses = _responses(task, scorer, 1)
-    found = [_last_group(settings.extract, text) if settings.extract else text for text in responses]
-    pairs = [(answer, item.choices) for answer, item in zip(found, task.items, strict=True)]
+    extracted = [_last_group(settings.extract, text) if settings.extract else text for text in responses]
+    pairs = [(answer, item.choices) for answer, item in zip(extracted, task.items, strict=True)]
     if settings.match == "squad":
         rows = [answer_metrics([answer], [accepted]) for answer, accepted in pairs]
     else:
@@ -192,7 +192,7 @@ def _last_group(pattern: str, text: str) -> str:
     """The first group of the pattern's last match that has one, else ""."""
     try:
         matches = compile_pattern(pattern, dotall=True).finditer(text, timeout=PATTERN_SECONDS)
-        return ["", *(found[1] for found in matches if found[1])][-1]
+        return ["", *(match[1] for match in matches if match[1])][-1]
     except TimeoutError as error:
         raise UserError(f"extract: {slow_pattern(pattern)}") from error
 
@@ -231,14 +231,14 @@ def task_figures(settings: Benchmark, columns: Columns) -> dict[str, float]:
 
     Source: bias: Parrish et al. 2022, arXiv:2110.08193, section 5.
     """
-    found = {name: float(columns[name].mean()) for name in columns.dtype.names or () if name not in HELP}
+    figures = {name: float(columns[name].mean()) for name in columns.dtype.names or () if name not in HELP}
     if settings.kind == "last_word":
-        found["perplexity"] = float(np.exp(-columns["log_prob"].mean()))
+        figures["perplexity"] = float(np.exp(-columns["log_prob"].mean()))
     if settings.kind == "rolling":
         nats = -columns["log_prob"].sum()
         words = max(1, columns["words"].sum())
         size = max(1, columns["bytes"].sum())
-        found |= {
+        figures |= {
             "word_perplexity": float(np.exp(nats / words)),
             "byte_perplexity": float(np.exp(nats / size)),
             "bits_per_byte": nats / size / math.log(2),
@@ -247,9 +247,9 @@ def task_figures(settings: Benchmark, columns: Columns) -> dict[str, float]:
         labels, predicted = (columns[name].astype(int) for name in ("label", "predicted"))
         metrics = class_metrics(labels.tolist(), predicted.tolist(), int(max(*labels, *predicted, 1)) + 1)
         metrics["f1"] = class_metrics((labels == 1).tolist(), (predicted == 1).tolist(), 2)["f1"]
-        found |= {name: metrics[name] for name in settings.metrics if name in metrics}
+        figures |= {name: metrics[name] for name in settings.metrics if name in metrics}
     if "bleu" in settings.metrics:
-        found["bleu"] = bleu([int(columns[name].sum()) for name in BLEU_COUNTS])
+        figures["bleu"] = bleu([int(columns[name].sum()) for name in BLEU_COUNTS])
     if settings.bias:
         for name, part in (
             ("ambiguous", columns[columns["ambiguous"] == 1]),
@@ -257,8 +257,8 @@ def task_figures(settings: Benchmark, columns: Columns) -> dict[str, float]:
         ):
             said = part["biased"][~np.isnan(part["biased"])]
             wrong = 1 - part[settings.figure].mean() if name == "ambiguous" and len(part) else 1.0
-            found[f"bias_{name}"] = float(wrong * (2 * said.mean() - 1)) if len(said) else 0.0
-    return found
+            figures[f"bias_{name}"] = float(wrong * (2 * said.mean() - 1)) if len(said) else 0.0
+    return figures
 
 
 @np.errstate(invalid="ignore")
@@ -277,16 +277,16 @@ def figures_of(settings: Benchmark, clusters: np.ndarray, ours: Columns, theirs:
         other = {} if theirs is None else task_figures(settings, theirs[rows])  # the same figures
         return {name: value - other.get(name, 0.0) for name, value in task_figures(settings, ours[rows]).items()}
 
-    members = [np.flatnonzero(clusters == number) for number in np.unique(clusters)]
-    found: Figures = {
+    members = [np.flatnonzero(clusters == cluster) for cluster in np.unique(clusters)]
+    figures: Figures = {
         name: {"value": value, "n": len(clusters)} for name, value in statistics(np.concatenate(members)).items()
     }
     shares = {
-        name for name in found if name in (ours.dtype.names or ()) and set(np.unique(ours[name])) <= {0.0, 0.5, 1.0}
+        name for name in figures if name in (ours.dtype.names or ()) and set(np.unique(ours[name])) <= {0.0, 0.5, 1.0}
     }
     draws = np.random.default_rng(0).integers(len(members), size=(RESAMPLES, len(members)))
-    drawn = [statistics(np.concatenate([members[i] for i in draw])) for draw in draws if found.keys() - shares]
-    for name, figure in found.items():
+    drawn = [statistics(np.concatenate([members[i] for i in draw])) for draw in draws if figures.keys() - shares]
+    for name, figure in figures.items():
         if name not in shares and len(members) == 1:
             low = high = math.nan
         elif name not in shares:
@@ -302,4 +302,4 @@ def figures_of(settings: Benchmark, clusters: np.ndarray, ours: Columns, theirs:
         if name not in shares and low == high:  # no draw differs
             low = high = math.nan
         figure |= {"low": low, "high": high}
-    return found
+    return figures

@@ -82,16 +82,18 @@ class LanguageScorer:
         return prompt_sharing([self.model], wanted=True, note=lambda line: None)
 
     def context_ids(self, texts: Sequence[str]) -> list[list[int]]:
-        """Tokens of contexts, BOS included where the tokenizer adds it; of an encoder's, all that the tokenizer adds."""
+        """Tokens of contexts, with BOS where the tokenizer adds it; of an encoder's, all that the tokenizer adds."""
         if self.start_token is not None:
             asked = [[Message(role="user", content=text)] if self.chat else text for text in texts]
-            return encode_sources(self.tokenizer, [Prompt(each, {}, f"context {n}") for n, each in enumerate(asked)])
+            return encode_sources(
+                self.tokenizer, [Prompt(prompt, {}, f"context {n}") for n, prompt in enumerate(asked)]
+            )
         if self.chat:
             return [prompt_ids(self.tokenizer, [{"role": "user", "content": text}]) for text in texts]
         return list(map(bos_adder(self.tokenizer), encode(self.tokenizer, texts, control_tokens=True)))
 
     def encode_requests(self, requests: Sequence[Request]) -> Sequence[Encoded]:
-        """Tokens of contexts and continuations: those of both together, cut behind as many tokens as the context alone has.
+        """Tokens of contexts and continuations: of both together, cut behind as many tokens as the context alone has.
 
         Blanks at a context's end belong to the continuation. Without a context `first_token` stands for it. Behind a
         chat template, which has an end of its own, the continuation is encoded for itself.
@@ -133,7 +135,7 @@ class LanguageScorer:
             if not ids
         )
         sizes = list(map(len, tails))
-        found = [Likelihood(0.0, False)] * len(requests)
+        likelihoods = [Likelihood(0.0, False)] * len(requests)
         for group in group_by_length(
             [len(c) + size for c, size in zip(contexts, sizes, strict=True)], TOKENS_PER_FORWARD
         ):
@@ -143,9 +145,9 @@ class LanguageScorer:
             )
             batch = Seq2Seq(Ragged.build([contexts[i] for i in group]), targets).to(device)
             logits = self.model(batch=batch, return_logits=True).logits.split([sizes[i] for i in group])
-            for number, scores in zip(group, logits, strict=True):
-                found[number] = likelihood_of(scores, tails[number])
-        return self._checked(found, list(zip(contexts, tails, strict=True)))
+            for index, scores in zip(group, logits, strict=True):
+                likelihoods[index] = likelihood_of(scores, tails[index])
+        return self._checked(likelihoods, list(zip(contexts, tails, strict=True)))
 
     def _checked(
         self, found: list[Likelihood], encoded: Sequence[Encoded], name: Callable[[int], str] | None = None
@@ -182,8 +184,8 @@ class LanguageScorer:
             for text, start in ((whole[row], start) for row, start in starts)
         ]
         totals = [0.0] * len(texts)
-        for (row, _), found in zip(starts, self.token_likelihoods(windows), strict=True):
-            totals[row] += found.log_prob
+        for (row, _), likelihood in zip(starts, self.token_likelihoods(windows), strict=True):
+            totals[row] += likelihood.log_prob
         return totals
 
     @torch.no_grad()
@@ -203,17 +205,17 @@ class LanguageScorer:
             UserError: a log-probability is not finite.
         """
         alike = defaultdict[Input, list[int]](list)
-        found = [Likelihood(0.0, False)] * len(requests)
-        for number, (context, tail) in enumerate(requests):
-            alike[tuple([*context, *tail][-self.positions - 1 : -1]), len(tail)].append(number)
+        likelihoods = [Likelihood(0.0, False)] * len(requests)
+        for index, (context, tail) in enumerate(requests):
+            alike[tuple([*context, *tail][-self.positions - 1 : -1]), len(tail)].append(index)
         groups = group_inputs(sorted(alike)) if self.sharing else [(len(one[0]), [one]) for one in alike]
         logits = [sum(size for _, size in group) * self.model.spec.vocabulary for _, group in groups]
         sizes = [max(group[0], part // LOGITS_PER_TOKEN) for group, part in zip(groups, logits, strict=True)]
         for batch in group_by_length(sizes, TOKENS_PER_FORWARD):
-            for one, scores in self._forward([groups[number][1] for number in batch]):
-                for number in alike[one]:
-                    found[number] = likelihood_of(scores, requests[number][1])
-        return self._checked(found, requests, name)
+            for one, scores in self._forward([groups[group_index][1] for group_index in batch]):
+                for index in alike[one]:
+                    likelihoods[index] = likelihood_of(scores, requests[index][1])
+        return self._checked(likelihoods, requests, name)
 
     def _forward(self, groups: Sequence[Sequence[Input]]) -> Iterator[tuple[Input, Tensor]]:
         """Each input with the logits of all tokens at the places of its continuation, [m, V]."""
@@ -247,16 +249,16 @@ class LanguageScorer:
         """
         special = set(self.tokenizer.all_special_ids)
         cells = list[tuple[int, list[int], int]]()
-        for number, pair in enumerate(pairs):
+        for pair_index, pair in enumerate(pairs):
             texts = self.tokenizer(list(pair), verbose=False)["input_ids"]
             blocks = SequenceMatcher(None, *texts, autojunk=False).get_matching_blocks()
             for side, ids in enumerate(texts):
                 shared = chain.from_iterable(range(block[side], block[side] + block.size) for block in blocks)
-                cells += [(2 * number + side, ids, column) for column in shared if ids[column] not in special]
+                cells += [(2 * pair_index + side, ids, column) for column in shared if ids[column] not in special]
         totals = torch.zeros(2 * len(pairs), dtype=torch.float64)
         device = next(self.model.parameters()).device
         for group in group_by_length([len(ids) for _, ids, _ in cells], TOKENS_PER_FORWARD):
-            rows, texts, columns = zip(*(cells[number] for number in group), strict=True)
+            rows, texts, columns = zip(*(cells[cell_index] for cell_index in group), strict=True)
             batch = Ragged.build(texts)
             index = batch.firsts + torch.tensor(columns)
             masked = batch.tokens.index_fill(0, index, self.tokenizer.mask_token_id)
@@ -266,7 +268,7 @@ class LanguageScorer:
         return totals.tolist()
 
     def responses(self, prompts: Sequence[str], sampling: SamplingConfig, stop: Sequence[str] = ()) -> list[str]:
-        """One text for each prompt, cut before the first stop string; a prompt too long for the model loses its beginning."""
+        """One text per prompt, cut before the first stop string; a prompt too long for the model loses its start."""
         start = self.start_token
         stops = sorted(stop_token_ids(self.tokenizer))
         room = self.positions - (sampling.max_new_tokens if start is None else 0)

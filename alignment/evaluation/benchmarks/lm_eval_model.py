@@ -60,7 +60,7 @@ class LMEvalModel(LM):
         Raises:
             UserError: a task samples (`do_sample`) without a temperature.
         """
-        found = list[str]()
+        responses = list[str]()
         for settings, group in groupby(requests, key=lambda request: request.args[1]):
             samples = settings.get("do_sample")
             temperature = 0.0 if samples is False else settings.get("temperature") or 0.0
@@ -70,12 +70,12 @@ class LMEvalModel(LM):
                 )
             sizes = [settings[name] for name in SIZES if settings.get(name) is not None]
             until = settings.get("until") or []
-            found += self.scorer.responses(
+            responses += self.scorer.responses(
                 [request.args[0] for request in group],
                 SamplingConfig([*sizes, NEW_TOKENS][0], temperature, top_p=settings.get("top_p", 1.0)),
                 [until] if isinstance(until, str) else until,
             )
-        return found
+        return responses
 
     def apply_chat_template(self, chat_history: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
         """The text of a dialogue, whose last message stays open where there is no generation prompt.

@@ -157,8 +157,8 @@ def task_results(
         return {name: figures_of(settings, clusters[rows], one[rows]) for name, one in measured.items()}
 
     subsets = dict[str, dict[str, dict[str, Figures]]]()
-    for number, expression in enumerate(settings.subsets):
-        values = np.array([item.subsets[number] for item in task.items])
+    for index, expression in enumerate(settings.subsets):
+        values = np.array([item.subsets[index] for item in task.items])
         subsets[expression] = {value: by_model(values == value) for value in np.unique(values).tolist()}
     chosen = settings.kind in ("multiple_choice", "pairs")
     return {
@@ -184,7 +184,7 @@ def task_results(
 
 def _cell(figure: Mapping[str, float | None]) -> str:
     numbers = [figure[key] for key in ("value", "low", "high")]
-    return "{} [{}, {}]".format(*("–" if number is None else f"{number:.3f}" for number in numbers))
+    return "{} [{}, {}]".format(*("–" if value is None else f"{value:.3f}" for value in numbers))
 
 
 def print_benchmarks(path: Path) -> None:

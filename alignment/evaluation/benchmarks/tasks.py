@@ -234,7 +234,7 @@ def read_task(name: str, data: Path, *, max_rows: int | None = None, shots: int 
     items = _items(settings, data, [settings.source] if isinstance(settings.source, str) else settings.source, path)
     pool = items if settings.examples is None else _items(settings, data, [settings.examples], path)
     if max_rows is not None and max_rows < len(items):
-        items = [items[number * len(items) // max_rows] for number in range(max_rows)]
+        items = [items[index * len(items) // max_rows] for index in range(max_rows)]
     count = settings.few_shot if shots is None or not settings.few_shot else shots
     return LoadedBenchmark(path.stem, settings, _with_examples(settings, items, pool, count))
 
@@ -264,7 +264,7 @@ def _rows(sources: Sequence[str], data: Path, settings: Benchmark) -> list[tuple
     """Location and columns of each row; up to the next one that matches `document_start` they are put together."""
     starts = settings.document_start
     begins = compile_pattern(starts or "")
-    found = list[tuple[str, dict[str, object]]]()
+    documents = list[tuple[str, dict[str, object]]]()
     for source in sources:
         on_hub = source.endswith("]") and not (data / source).exists()
         in_text = starts is not None and (on_hub or source.removesuffix(".gz").endswith(".txt"))
@@ -278,12 +278,12 @@ def _rows(sources: Sequence[str], data: Path, settings: Benchmark) -> list[tuple
             for row in rows
             if starts is not None and "text" not in (row.values or ())
         )
-        for number, (location, columns) in enumerate((row.location, dict(row.values or {})) for row in rows):
-            if number == 0 or starts is None or in_text or begins.search(str(columns["text"])):
-                found.append((location, columns))
+        for index, (location, columns) in enumerate((row.location, dict(row.values or {})) for row in rows):
+            if index == 0 or starts is None or in_text or begins.search(str(columns["text"])):
+                documents.append((location, columns))
             else:
-                found[-1][1]["text"] = f"{found[-1][1]['text']}{BETWEEN}{columns['text']}"
-    return found
+                documents[-1][1]["text"] = f"{documents[-1][1]['text']}{BETWEEN}{columns['text']}"
+    return documents
 
 
 def _documents(file: RawRow, begins: Callable[[str], object]) -> Iterator[RawRow]:
@@ -299,8 +299,8 @@ def _documents(file: RawRow, begins: Callable[[str], object]) -> Iterator[RawRow
 def _value(columns: Mapping[str, object], key: str, text: str, compiled: Compiler = EXPRESSION) -> object:
     """The value of an expression, or the text of a template; ValueError names the key and the columns."""
     try:
-        found = compiled(text)(columns)
-        return str(found) if isinstance(found, StrictUndefined) else found  # str() says what is not there
+        value = compiled(text)(columns)
+        return str(value) if isinstance(value, StrictUndefined) else value  # str() says what is not there
     except Exception as error:  # of a template, which may raise anything
         raise ValueError(f"{key}: {text!r}: {error}; the row has {', '.join(columns)}") from error
 
@@ -314,10 +314,10 @@ def _item(settings: Benchmark, value: Callable[..., object], location: str) -> I
     def text(key: str, template: str) -> str:
         return str(value(key, template, TEMPLATE))
 
-    found = [text("choices", one) for one in choices] if isinstance(choices, list) else value("choices", choices)
-    if not isinstance(found, (list, tuple)) or (kind == "pairs" and len(found) != 2):
-        raise ValueError(f"choices: must be a list of {'two ' if kind == 'pairs' else ''}texts, got {found!r}")
-    texts = tuple(map(str, found))
+    options = [text("choices", one) for one in choices] if isinstance(choices, list) else value("choices", choices)
+    if not isinstance(options, (list, tuple)) or (kind == "pairs" and len(options) != 2):
+        raise ValueError(f"choices: must be a list of {'two ' if kind == 'pairs' else ''}texts, got {options!r}")
+    texts = tuple(map(str, options))
     given = tuple(answer) if isinstance(answer, (list, tuple)) else (answer,)
     if kind in ("last_word", "answers"):
         texts = tuple(map(str, given))
@@ -328,7 +328,7 @@ def _item(settings: Benchmark, value: Callable[..., object], location: str) -> I
         right = (0,) if texts else ()
     elif not right or len(right) < len(given):
         raise ValueError(f"answer: must be the index of one of {len(texts)} choices, from 0, got {answer!r}")
-    own = texts[right[0]] if right else ""
+    best_choice = texts[right[0]] if right else ""
     return Item(
         text("description", settings.description),
         text("prompt", settings.prompt),
@@ -338,8 +338,8 @@ def _item(settings: Benchmark, value: Callable[..., object], location: str) -> I
         subsets=tuple(str(value("subsets", one)) for one in settings.subsets),
         cluster=location if settings.cluster is None else f"cluster {value('cluster', settings.cluster)}",
         alike=str(value("alike", settings.alike)),
-        own=own,
-        solution=own if settings.solution is None else text("solution", settings.solution),
+        own=best_choice,
+        solution=best_choice if settings.solution is None else text("solution", settings.solution),
         counted=text("counted", settings.counted),
     )
 

@@ -21,7 +21,7 @@ from alignment.evaluation.run_log import window_sums
 INK = "#a00000"
 MUTED = "#a00001"
 GRID = "#a00002"
-SERIES = tuple(f"#a000{number:02x}" for number in range(0x10, 0x1A))
+SERIES = tuple(f"#a000{shade:02x}" for shade in range(0x10, 0x1A))
 VARIABLES = {INK: "ink", MUTED: "muted", GRID: "grid"} | {color: f"series-{i}" for i, color in enumerate(SERIES)}
 REPLACED = (  # in matplotlib's SVG
     (r"(?s)^.*?(?=<svg)", ""),
@@ -92,7 +92,7 @@ class Bar(NamedTuple):
 @lru_cache(maxsize=512)
 @mpl.rc_context(STYLE)
 def curve_chart(label: str, curves: tuple[Curve, ...], x_label: str) -> Markup:
-    """Noisy measurements over time, drawn once: the raw line pale, a moving average strong. Coordinates must be tuples."""
+    """Noisy measurements over time, drawn once: raw line pale, moving average strong. Coordinates must be tuples."""
     # Fixed margins: pages have hundreds of these charts, and fitting margins to letters takes half of the time.
     figure = Figure(figsize=(WIDTH / 72, 188 / 72), facecolor="none")
     axes = figure.add_axes((46 / WIDTH, 34 / 188, (WIDTH - 56) / WIDTH, 146 / 188), facecolor="none")
@@ -171,7 +171,7 @@ def bar_chart(
 
 
 def rate_chart(title: str, note: str, rates: Mapping[str, Any], colors: Mapping[str, int] | None = None) -> Chart:
-    """Bars of rates (label -> mapping with rate, low and high) with intervals, beside one half; a rate that is None is left out."""
+    """Rate bars (label -> mapping of rate, low, high) with intervals, beside one half; a rate of None is left out."""
     bars = [
         Bar(name, rate["rate"], (rate["low"], rate["high"]), (colors or {}).get(name, 0))
         for name, rate in rates.items()

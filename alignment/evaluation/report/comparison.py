@@ -1,4 +1,4 @@
-"""A page on several runs (`alignment report RUN RUN`): training runs, evaluations of win rates, or both, side by side."""
+"""A page on several runs (`alignment report RUN RUN`): training runs, win-rate evaluations, or both, side by side."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -51,8 +51,8 @@ def write_comparison(folders: Sequence[Path], path: Path) -> Path:
 
 def read_evaluation(folder: Path) -> Results:
     """results.json of `evaluate winrate`; empty where the folder has none."""
-    found = read_json_object(folder / "results.json") if (folder / "results.json").is_file() else {}
-    return found if {"baseline", "judge", "models"} <= found.keys() else {}
+    results = read_json_object(folder / "results.json") if (folder / "results.json").is_file() else {}
+    return results if {"baseline", "judge", "models"} <= results.keys() else {}
 
 
 def short_names(folders: Sequence[Path]) -> list[str]:
@@ -74,9 +74,12 @@ def changed_settings(records: Sequence[StageRecord]) -> list[Row]:
     A section that a run lacks is a single row. Of runs of several stages only settings that all of them have are told.
     """
     settings = {record.name: _settings(record) for record in records}
-    keys = dict.fromkeys(key for own in settings.values() for key in own)
+    keys = dict.fromkeys(key for run_settings in settings.values() for key in run_settings)
     lacking = tuple(f"{key}." for key in keys if any(other.startswith(f"{key}.") for other in keys))
-    rows = [{"setting": key} | {name: own.get(key, "...") for name, own in settings.items()} for key in keys]
+    rows = [
+        {"setting": key} | {name: run_settings.get(key, "...") for name, run_settings in settings.items()}
+        for key in keys
+    ]
     rows = [row for row in rows if len(set(list(row.values())[1:])) > 1 and not row["setting"].startswith(lacking)]
     alike = len({record.lineage["stage"] for record in records}) == 1
     return [row for row in rows if alike or "..." not in row.values()]
@@ -108,10 +111,12 @@ def join_evaluations(evaluations: Mapping[str, Results]) -> dict[str, Any]:
     models = dict[str, Any]()
     samples = dict[str, dict[str, Any]]()
     for name, results in evaluations.items():
-        models |= {label.format(policy=policy, name=name): own for policy, own in results["models"].items()}
+        models |= {label.format(policy=policy, name=name): model for policy, model in results["models"].items()}
         for sample in results.get("samples", []):
             joint = samples.setdefault(str(sample["prompt"]), {**sample, "responses": {}})["responses"]
-            joint |= {label.format(policy=policy, name=name): own for policy, own in sample["responses"].items()}
+            joint |= {
+                label.format(policy=policy, name=name): response for policy, response in sample["responses"].items()
+            }
     return {**next(iter(evaluations.values()), {}), "models": models, "samples": list(samples.values())}
 
 
@@ -125,7 +130,7 @@ def winners(judged: Results, evaluations: Mapping[str, Results]) -> list[str]:
         for results in evaluations.values()
         if results.get("samples")
     ]
-    if len(evaluations) < 2 or (len(met) == len(evaluations) and all(own == met[0] for own in met)):
+    if len(evaluations) < 2 or (len(met) == len(evaluations) and all(conditions == met[0] for conditions in met)):
         return [winner(judged)]
     return [
         *(f"{name}: {winner(results)}" for name, results in evaluations.items()),

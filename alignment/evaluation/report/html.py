@@ -1,4 +1,4 @@
-"""Pages of one file that loads nothing else: the parts of a page, its templates, and table cells. Charts are in charts.py."""
+"""Pages of one file that loads nothing else: parts of a page, its templates, table cells. Charts are in charts.py."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -84,7 +84,7 @@ def mark_differences(text: str, other: str) -> Markup:
 
     Texts that share less than half of their words are left as they are: next to everything would be marked.
     """
-    theirs, ours = (re.findall(r"\s*\S+", each) for each in (other, text))
+    theirs, ours = (re.findall(r"\s*\S+", version) for version in (other, text))
     matcher = SequenceMatcher(None, [word.strip() for word in theirs], [word.strip() for word in ours], autojunk=False)
     changes = matcher.get_opcodes() if matcher.ratio() >= 0.5 else [("equal", 0, 0, 0, len(ours))]
     return Markup("").join(MARKS[kind].format("".join(theirs[i:j]), "".join(ours[k:m])) for kind, i, j, k, m in changes)
@@ -101,7 +101,7 @@ def table_of(rows: Mapping[str, Mapping[str, object]], heading: str = "") -> lis
 
 
 def cells(figures: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Numbers, rates and values of results by their names, those of inner mappings too; texts and lists are left out."""
+    """Numbers, rates and values of results by name, those of inner mappings too; texts and lists are left out."""
     for key, value in figures.items():
         if isinstance(value, Mapping) and not {"rate", "value"} & value.keys():
             yield from cells(value, f"{key} ")
@@ -137,7 +137,7 @@ def with_interval(value: float, interval: Sequence[float] | None) -> float | str
 
 
 def _breakable_cell(value: object) -> str:
-    """A cell whose only line break, where it ends in an interval, is before that: a table takes the width of the window."""
+    """A cell; one that ends in an interval breaks only before that, so that a table takes the width of the window."""
     text = format_cell(value)
     return text.replace(" ", "\N{NO-BREAK SPACE}").replace("\N{NO-BREAK SPACE}[", " [") if text.endswith("]") else text
 

@@ -64,7 +64,9 @@ def card_text(run: Path) -> str:
     datasets = sorted(_hub_datasets(config))
     starts = {name: digest for name, digest, is_start in ancestors if is_start}
     kinds = dict.fromkeys(starts, "model") | dict.fromkeys(datasets, "dataset")
-    licenses = sorted({str(found) for name, kind in kinds.items() if (found := _metadata(name, kind).get("license"))})
+    licenses = sorted(
+        {str(license_name) for name, kind in kinds.items() if (license_name := _metadata(name, kind).get("license"))}
+    )
     library, auto = _loader(run / "model")
     adapter = (config.get("adapter") or {}).get("kind")
     metadata = ModelCardData(
@@ -138,7 +140,7 @@ def _hub_datasets(config: Config) -> set[str]:
     rows = {"train", "evaluation"}  # the keys of sources, which may be a list of names or of sections
     keyed = ((key, leaf) for key, leaf in leaves(config) if rows & {*key} and key[-1] in {*rows, "source", *range(999)})
     names = (leaf for _, leaf in keyed if isinstance(leaf, str) and not os.path.exists(leaf))
-    return {found[0] for name in names if (found := hub_source(name, ""))}
+    return {source[0] for name in names if (source := hub_source(name, ""))}
 
 
 def _changed_settings(stage: str, config: Config) -> dict[str, str]:
@@ -160,10 +162,10 @@ def _headlines(run: Path) -> Iterator[tuple[str, str, int]]:
 def _win_rates(run: Path) -> Iterator[Config]:
     """The win rates of the model in evaluations that lie beside the run; models are told apart by their content."""
     results = [path for path in sorted(run.parent.glob("*/results.json")) if path.with_name("sampling.json").is_file()]
-    own = directory_hash(run / "model") if results else ""
+    model_hash = directory_hash(run / "model") if results else ""
     for path in results:
-        found = read_json_object(path)
+        evaluation = read_json_object(path)
         for name, digest in read_json_object(path.with_name("sampling.json"))["models"].items():
-            judged = found["models"].get(name, found["models"].get(name.rpartition(", seed ")[0], {}))
-            if digest == own and (rate := judged.get("win_rate")):
-                yield {**found, "share": format_share(rate), "seeds": rate.get("seeds")}
+            judged = evaluation["models"].get(name, evaluation["models"].get(name.rpartition(", seed ")[0], {}))
+            if digest == model_hash and (rate := judged.get("win_rate")):
+                yield {**evaluation, "share": format_share(rate), "seeds": rate.get("seeds")}

@@ -1,4 +1,4 @@
-"""report.html: a run or a recipe in one file that loads nothing else; recipe_report.py gathers what a recipe's holds."""
+"""report.html: a run or recipe in one file that loads nothing else; recipe_report.py gathers what a recipe's holds."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -146,17 +146,19 @@ def write_report(
     names = [
         *models,
         *(metrics if together else paths),
-        *(name for one in samples for name, own in one["responses"].items() if "color" not in own),
+        *(name for one in samples for name, response in one["responses"].items() if "color" not in response),
     ]
-    colors = {name: number % len(SERIES) for number, name in enumerate(dict.fromkeys(names))}
+    colors = {name: index % len(SERIES) for index, name in enumerate(dict.fromkeys(names))}
     joint = {"all runs": metrics} if together else {name: {name: logged} for name, logged in metrics.items()}
     training = [
-        _training(number, name, logs, colors, alone=len(joint) == 1)
-        for number, (name, logs) in enumerate(joint.items(), 1)
+        _training(position, name, logs, colors, alone=len(joint) == 1)
+        for position, (name, logs) in enumerate(joint.items(), 1)
     ]
     captioned = {**tables, "Beginning and end": _ends_table(runs) if together or (runs and not models) else ()}
     sections = [
-        Section("results", "Results", points=verdicts, tables={name: own for name, own in captioned.items() if own}),
+        Section(
+            "results", "Results", points=verdicts, tables={name: table for name, table in captioned.items() if table}
+        ),
         Section("doctor", "Doctor", LEADS["doctor"], points=[*_findings(runs)]),
         *_evaluation(results, paths, colors),
         *training[: len(training) == 1],
@@ -185,9 +187,9 @@ def _evaluation(results: Results, paths: Mapping[str, Metrics], colors: Colors) 
         "overoptimization": ("Over-optimization", overoptimization_charts(paths, colors)),
     }
     return [
-        Section(name, title, LEADS[name], own, _judgment_table(results) if name == "win-rates" else ())
-        for name, (title, own) in charts.items()
-        if own
+        Section(name, title, LEADS[name], section_charts, _judgment_table(results) if name == "win-rates" else ())
+        for name, (title, section_charts) in charts.items()
+        if section_charts
     ]
 
 
@@ -218,24 +220,26 @@ def _row_notes(records: Sequence[StageRecord]) -> list[str]:
 
 def _findings(runs: Mapping[str, RunLog]) -> Iterator[str]:
     """Symptoms that doctor finds in each run: evidence, cause, and settings to try."""
-    for name, found in ((name, found) for name, run in runs.items() for found in diagnose(run)):
-        tries = "; ".join(f"{one.key}={one.value} (now {one.now}): {one.why}" for one in found.settings)
+    for name, finding in ((name, finding) for name, run in runs.items() for finding in diagnose(run)):
+        tries = "; ".join(f"{one.key}={one.value} (now {one.now}): {one.why}" for one in finding.settings)
         yield (
-            f"{name}: {found.symptom} (steps {found.steps[0]} to {found.steps[1]}). {found.evidence}. {found.cause}"
-            f"{f' Try {tries}.' if tries else ''}"
+            f"{name}: {finding.symptom} (steps {finding.steps[0]} to {finding.steps[1]}). "
+            f"{finding.evidence}. {finding.cause}{f' Try {tries}.' if tries else ''}"
         )
 
 
 def _ends_table(runs: Mapping[str, RunLog]) -> list[Row]:
-    """The main metrics of each run: means of its first and its last updates, the latter with the interval of their scatter."""
-    names = [prefix + key for name, own in MAIN.items() for key in own.metrics or [name] for prefix in ("", HELD_OUT)]
+    """Main metrics of each run: means of its first and last updates, the latter with the interval of their scatter."""
+    names = [
+        prefix + key for name, panel in MAIN.items() for key in panel.metrics or [name] for prefix in ("", HELD_OUT)
+    ]
     logged = {name: {run: log.series[name] for run, log in runs.items() if name in log.series} for name in names}
     return [
         {"metric": name.replace("_", " ")}
-        | {f"{run}, first": one.first for run, one in own.items()}
-        | {f"{run}, last": end_interval(one) or one.last for run, one in own.items()}
-        for name, own in logged.items()
-        if own
+        | {f"{run}, first": one.first for run, one in by_run.items()}
+        | {f"{run}, last": end_interval(one) or one.last for run, one in by_run.items()}
+        for name, by_run in logged.items()
+        if by_run
     ]
 
 
@@ -300,11 +304,13 @@ def part_charts(
     charts = []
     for part, (title, note) in parts.items() if scores else ():
         bars = [
-            Bar(name, own[part], totals.get(name) if part == "total" else None, colors[name])
-            for name, own in scores.items()
-            if part in own
+            Bar(name, by_part[part], totals.get(name) if part == "total" else None, colors[name])
+            for name, by_part in scores.items()
+            if part in by_part
         ]
-        scaled = [own[one] for own in scores.values() for one in (parts if one_scale else [part]) if one in own]
+        scaled = [
+            by_part[one] for by_part in scores.values() for one in (parts if one_scale else [part]) if one in by_part
+        ]
         scaled += [end for bar in bars for end in bar.interval or ()]
         charts.append(
             Chart(
@@ -337,7 +343,7 @@ def overoptimization_charts(paths: Mapping[str, Metrics], colors: Colors) -> lis
 
 
 def _training(number: int, name: str, logs: Mapping[str, Metrics], colors: Colors, *, alone: bool) -> Section:
-    """A section on a stage, or on several runs with a line for each; the charts that tell most are shown, the others folded."""
+    """A section on a stage, or on several runs with a line for each; charts that tell most are shown, others folded."""
     main, rest = (
         (panels if len(logs) == 1 else _one_metric_each(panels)) for panels in (MAIN, further_panels([*logs.values()]))
     )
@@ -350,12 +356,14 @@ def _training(number: int, name: str, logs: Mapping[str, Metrics], colors: Color
 
 def _one_metric_each(panels: Mapping[str, Panel]) -> dict[str, Panel]:
     """Panels of several metrics taken apart, so that a chart's lines are the runs."""
-    metrics = [(key, label, own) for name, own in panels.items() for key, label in (own.metrics or {name: ""}).items()]
-    return {key: Panel(": ".join(filter(None, [own.title, label])), own.note) for key, label, own in metrics}
+    metrics = [
+        (key, label, panel) for name, panel in panels.items() for key, label in (panel.metrics or {name: ""}).items()
+    ]
+    return {key: Panel(": ".join(filter(None, [panel.title, label])), panel.note) for key, label, panel in metrics}
 
 
 def further_panels(logs: Sequence[Mapping[str, object]]) -> dict[str, Panel]:
-    """A panel for each metric logged by source, such as loss/NAME, then `FURTHER`, then one for each that no other shows."""
+    """A panel for each metric by source, such as loss/NAME, then `FURTHER`, then one for each that no other shows."""
     shown = {"step", "tokens", *MAIN, *FURTHER, *(key for panel in MAIN.values() for key in panel.metrics)}
     by_source = dict[str, Panel]()
     others = dict[str, Panel]()
@@ -390,8 +398,8 @@ def stage_charts(stage: str, logs: Mapping[str, Metrics], panels: Mapping[str, P
             for prefix in ("", HELD_OUT)
         ]
         curves = tuple(
-            Curve(label, *known, colors[name] if several else number, several and metric.startswith(HELD_OUT))
-            for number, (label, name, metric) in enumerate(lines)
+            Curve(label, *known, colors[name] if several else index, several and metric.startswith(HELD_OUT))
+            for index, (label, name, metric) in enumerate(lines)
             if (known := logs[name].get(metric)) is not None
         )
         if curves:
@@ -456,21 +464,21 @@ def write_run_report(directory: Path, path: Path | None = None) -> Path:
 
 
 def logged_samples(runs: Mapping[str, Log]) -> list[dict[str, Any]]:
-    """Prompts with the responses that runs logged to them: those with the most responses first, of equals the latest."""
-    found = dict[str, dict[str, Any]]()
+    """Prompts with the responses that runs logged: those with the most responses first, of equals the latest."""
+    samples = dict[str, dict[str, Any]]()
     for color, (name, rows) in enumerate(runs.items()):
         for row in rows:
-            responses = found.setdefault(str(row["prompt"]), {"prompt": row["prompt"], "responses": {}})["responses"]
+            responses = samples.setdefault(str(row["prompt"]), {"prompt": row["prompt"], "responses": {}})["responses"]
             responses[f"{name} update {row['step']}".strip()] = {
                 "text": row["response"],
                 "score": row.get("score"),
                 "color": color,
             }
-    return sorted(found.values(), key=lambda sample: len(sample["responses"]))[: -SAMPLES_SHOWN - 1 : -1]
+    return sorted(samples.values(), key=lambda sample: len(sample["responses"]))[: -SAMPLES_SHOWN - 1 : -1]
 
 
 def source_table(directory: Path, log: Log) -> list[dict[str, object]]:
-    """One row for each data source of a run: rows, share drawn, the last value of each metric; none where there is one source."""
+    """A row for each source of a run: rows, share drawn, last value of each metric; none where there is one source."""
     path = directory / "sources.json"
     table = []
     latest = {key: value for line in log for key, value in line.items()}

@@ -85,10 +85,14 @@ def run(config: ReportConfig) -> Path:
         runs=runs,
         further=[
             *(
-                card_section(name, read_json_object(Path(own) / "card.json"))
-                for name, own in config.reward_models.items()
+                card_section(name, read_json_object(Path(directory) / "card.json"))
+                for name, directory in config.reward_models.items()
             ),
-            *(benchmark_section(read_json_object(Path(own) / "results.json")) for own in [config.benchmarks] if own),
+            *(
+                benchmark_section(read_json_object(Path(directory) / "results.json"))
+                for directory in [config.benchmarks]
+                if directory
+            ),
         ],
     )
     print_results(results)
@@ -159,10 +163,10 @@ def benchmark_section(results: Results) -> Section:
         f"{task}, {entry['rows']} rows: {entry['figure'].replace('_', ' ')}": [
             {
                 "model": name,
-                "value": own[entry["figure"]],
+                "value": figures[entry["figure"]],
                 f"change from {entry['against']}": entry["differences"].get(name, {}).get(entry["figure"]),
             }
-            for name, own in entry["models"].items()
+            for name, figures in entry["models"].items()
         ]
         for task, entry in results["tasks"].items()
     }

@@ -19,7 +19,7 @@ FORMS = {
 
 
 def write_reward_page(path: Path, card: Card) -> Path:
-    """Write a card as a self-contained HTML page and return its path. All text is escaped, and the page runs no script."""
+    """Write a card as a self-contained HTML page and return its path; all text is escaped, and no script runs."""
     sections = [
         _accuracy(card["accuracy"]),
         _calibration(card["calibration"]),
@@ -73,8 +73,8 @@ def _accuracy(parts: Card) -> Section:
     margin = "score(chosen) \N{MINUS SIGN} score(rejected)"
     svg = path_chart(title, [Curve("", middles, shares)], margin, "share of pairs")
     table = {
-        name: {"pairs": own["accuracy"]["n"], "prompts": own["accuracy"]["prompts"], **own, "k_way": {}}
-        for name, own in parts.items()
+        name: {"pairs": part["accuracy"]["n"], "prompts": part["accuracy"]["prompts"], **part, "k_way": {}}
+        for name, part in parts.items()
     }
     k_way = {name: figures["k_way"] for name, figures in parts.items() if figures["k_way"]}
     return Section(

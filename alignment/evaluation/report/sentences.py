@@ -22,7 +22,7 @@ def joined(names: Sequence[str]) -> str:
 
 
 def preference_sentence(policy: str, rate: Mapping[str, float], baseline: str) -> str:
-    """The policy of two that is preferred, in words and with the 95 % interval; no difference where that includes one half."""
+    """The preferred policy of two, in words and with the 95 % interval; no difference where that includes one half."""
     of_seeds = f" with {rate['seeds']} seeds each" if "seeds" in rate else ""
     share = (
         f"{100 * rate['rate']:.1f} % of {rate.get('prompts', rate['n'])} prompts{of_seeds}, ties counting half "
@@ -63,7 +63,7 @@ def overlaps(best: str, intervals: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def main_metric(runs: Sequence[RunLog]) -> str | None:
-    """The metric that says how well runs went: of those that all have, the first that is logged often enough to judge."""
+    """The metric that says how well runs went: of those that all have, the first logged often enough to judge."""
     names = [
         name
         for name in MAIN_METRICS.get(runs[0].stage, LOSSES)
@@ -73,7 +73,7 @@ def main_metric(runs: Sequence[RunLog]) -> str | None:
 
 
 def end_interval(series: Series) -> dict[str, float] | None:
-    """Mean of a metric's last window with the 95 % interval that the scatter of updates leaves; None of too few updates."""
+    """Mean of a metric's last window with the 95 % interval from the scatter of updates; None of too few updates."""
     error = 1.96 * series.noise / series.width**0.5
     return (
         {"value": series.last, "low": series.last - error, "high": series.last + error}
@@ -88,13 +88,13 @@ def describe_run(run: RunLog) -> str:
     rows = run.setting("data.train")
     last = max((series.steps[-1] for series in run.series.values()), default=0)
     end = f"finished after {run.finished}" if run.finished else f"has not finished: there are {last}"
-    found = joined([each.symptom for each in diagnose(run)]) or (
+    symptoms = joined([finding.symptom for finding in diagnose(run)]) or (
         "none of the usual failures" if last >= ENOUGH else f"nothing, with fewer than {ENOUGH} updates to judge by"
     )
     return (
         f"{run.stage} trained {short_path(str(start))} on "
         f"{short_path(rows) if isinstance(rows, str) else 'several sources'}; it {end} updates. "
-        f"{metric_change(run)}Doctor found {found}."
+        f"{metric_change(run)}Doctor found {symptoms}."
     )
 
 
@@ -133,8 +133,8 @@ def better_run(runs: Mapping[str, RunLog], differing: Sequence[str]) -> str:
     word, pick = ("lowest", min) if metric.endswith(("loss", "kl")) else ("highest", max)
     best = pick(known, key=lambda run: known[run]["value"])
     value, low, high = map(format_cell, known[best].values())
-    found = joined([each.symptom for each in diagnose(runs[best])])
-    doubt = f"But doctor found {found} in it, so read on. " if found else ""
+    symptoms = joined([finding.symptom for finding in diagnose(runs[best])])
+    doubt = f"But doctor found {symptoms} in it, so read on. " if symptoms else ""
     return (
         f"{best} ends with the {word} {name}, {value} (95 %: {low} to {high}). {overlaps(best, known)} {doubt}"
         "Intervals come from the scatter of updates within a run; runs of other seeds may end outside them."

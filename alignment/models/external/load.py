@@ -139,12 +139,16 @@ def save_external(
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    own = model.inner.state_dict(keep_vars=True)
-    state = {f"inner.{name}": tensor.detach() for name, tensor in own.items()} if tensors is None else dict(tensors)
-    if state.keys() != {f"inner.{name}" for name in own}:
-        raise ValueError(f"the state does not fit: differing {sorted({f'inner.{n}' for n in own} ^ state.keys())}")
-    first_names = {id(tensor): name for name, tensor in reversed(own.items())}  # a tied tensor is written once
-    kept = {name: state[f"inner.{name}"].cpu() for name in own if name in first_names.values()}
+    model_state = model.inner.state_dict(keep_vars=True)
+    state = (
+        {f"inner.{name}": tensor.detach() for name, tensor in model_state.items()} if tensors is None else dict(tensors)
+    )
+    if state.keys() != {f"inner.{name}" for name in model_state}:
+        raise ValueError(
+            f"the state does not fit: differing {sorted({f'inner.{n}' for n in model_state} ^ state.keys())}"
+        )
+    first_names = {id(tensor): name for name, tensor in reversed(model_state.items())}  # a tied tensor is written once
+    kept = {name: state[f"inner.{name}"].cpu() for name in model_state if name in first_names.values()}
     model.inner.config.update({key: value for key, value in model.config.items() if key in CHANGED_KEYS})
     generation_config = getattr(model.inner, "generation_config", None)
     with tempfile.TemporaryDirectory(dir=directory) as folder:
@@ -198,7 +202,7 @@ def _read_settings(directory: Path, task: str, changes: HFConfig) -> tuple[str, 
 def score_settings(config: HFConfig) -> HFConfig:
     """The labels of a score head, or of an ensemble's heads, as transformers' config object has them."""
     labels = score_labels(score_outputs(config))
-    return labels | {"id2label": {int(number): name for number, name in labels["id2label"].items()}}
+    return labels | {"id2label": {int(label_id): name for label_id, name in labels["id2label"].items()}}
 
 
 def _refuse_keys(directory: Path, config: HFConfig) -> None:
@@ -297,12 +301,12 @@ def _compute_buffers(inner: "PreTrainedModel", auto_class: str, settings: "PreTr
     with init_empty_weights(include_buffers=False):
         exact = _auto_class(auto_class).from_config(deepcopy(settings), dtype=torch.float32)
     for name in low:
-        owner, _, own = name.rpartition(".")
-        setattr(inner.get_submodule(owner), own, exact.get_buffer(name))
+        owner, _, buffer_name = name.rpartition(".")
+        setattr(inner.get_submodule(owner), buffer_name, exact.get_buffer(name))
 
 
 def _loading_problems(report: dict[str, Any], trunk: str) -> list[str]:
-    """One message per problem in the loading report; of `trunk` if that is not empty, whose pooler belongs to the head."""
+    """One message per problem in the loading report, of `trunk` alone unless it is empty; its pooler is the head's."""
     if any("vision" in name for name in report["unexpected_keys"]):
         return ["its weights are those of a model for pictures and text, of which only text models are read; take one"]
 
@@ -313,8 +317,8 @@ def _loading_problems(report: dict[str, Any], trunk: str) -> list[str]:
         *(f"tensor {name} is missing" for name in sorted(report["missing_keys"]) if relevant(name)),
         *(f"unexpected tensor {name}" for name in sorted(report["unexpected_keys"]) if relevant(name)),
         *(
-            f"tensor {name} has shape {tuple(found)}, the config asks for {tuple(expected)}"
-            for name, found, expected in sorted(report["mismatched_keys"])
+            f"tensor {name} has shape {tuple(shape)}, the config asks for {tuple(expected)}"
+            for name, shape, expected in sorted(report["mismatched_keys"])
             if relevant(name)
         ),
         *(str(message) for message in report["error_msgs"]),

@@ -56,7 +56,7 @@ POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")  # config 
 
 @dataclass(frozen=True)
 class ExternalSpec:
-    """Sizes of any architecture: rows of the token table, hidden states' width, longest document (2 ** 31: no limit)."""
+    """Sizes of any architecture: token table rows, hidden states' width, longest document (2 ** 31: no limit)."""
 
     vocabulary: int
     width: int
@@ -174,7 +174,7 @@ class ExternalDecoder(ExternalModel):
 
     @torch.no_grad()
     def prefill(self, batch: Ragged | Seq2Seq, cache: ExternalCache) -> Tensor:
-        """Fill the cache with the documents and return the logits [B, V] after each document's (target's) last token."""
+        """Fill the cache with the documents and return logits [B, V] after each document's (target's) last token."""
         return cache.fill(self.inner, batch)
 
     @torch.no_grad()
@@ -195,7 +195,7 @@ class ExternalLanguageModel(ExternalDecoder):
         return_logits: bool = False,
         token_loss: TokenLoss | TeacherLoss | None = None,
     ) -> LanguageOutput | LogitsOutput:
-        """Log-probabilities of the batch's targets, or their `logits` [M, V]; arguments as in `LanguageModel.outputs`."""
+        """Log-probabilities of a batch's targets, or their `logits` [M, V]; arguments as in `LanguageModel.outputs`."""
         logits = known_logits(self.token_logits(batch, batch.before), self.known_tokens)
         return _target_output(logits, batch, temperature, entropy, return_logits, token_loss=token_loss)
 
@@ -292,7 +292,7 @@ class ExternalScalarModel(ExternalModel):
 
 
 class ExternalClassifier(ExternalModel):
-    """Class logits of documents [B, C] (task "sequence"), of tokens [N, C] ("tokens") or of span ends [N, 2] ("span")."""
+    """Class logits of documents [B, C] (task "sequence"), of tokens [N, C] ("tokens") or span ends [N, 2] ("span")."""
 
     def outputs(self, batch: Ragged) -> ClassifierOutput:
         """Class logits, fp32."""

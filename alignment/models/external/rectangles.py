@@ -1,4 +1,4 @@
-"""Ragged batches in the padded rectangles that transformers' classes read, their outputs without the padding, and caches.
+"""Ragged batches in padded rectangles that transformers' classes read, their outputs without the padding, and caches.
 
 Padding is on the right: under causal attention, and in any recurrence, it cannot change a token before it. While
 decoding, all rows share one of transformers' caches, left-padded, where that is exact: where the class lets a row have
@@ -25,7 +25,7 @@ CHEAP_PADDING = 2048  # positions of padding that cost less than one more forwar
 
 
 class VirtualTokens(NamedTuple):
-    """A soft prompt, a prefix, or neither; of an encoder-decoder the first is before the source, the second the target."""
+    """A soft prompt (of an encoder-decoder before the source), a prefix (there before the target), or neither."""
 
     prompt: Tensor | None = None  # [P, E]
     prefix: Tensor | None = None  # keys and values, [layers, 2, P, K, head_dim]
@@ -41,7 +41,7 @@ class VirtualTokens(NamedTuple):
         return 0 if self.prefix is None else self.prefix.shape[2]
 
     def inputs(self, inner: "PreTrainedModel", ids: Tensor, mask: Tensor) -> dict[str, Any]:
-        """Arguments of the forward of `inner` that reads a rectangle [B, T], padded on the right, behind these tokens."""
+        """Arguments for the forward of `inner` on a rectangle [B, T], padded on the right, behind these tokens."""
         if self.prompt is not None:
             vectors = inner.get_input_embeddings()(ids)
             prompt = self.prompt.to(vectors.dtype).expand(len(ids), *self.prompt.shape)
@@ -161,7 +161,7 @@ def accepts(inner: "PreTrainedModel", argument: str) -> bool:
 
 
 def scores_every_token(inner: "PreTrainedModel") -> bool:
-    """True for sequence classifiers that apply one linear layer to each token's hidden state, and read it at the last one."""
+    """True for sequence classifiers that apply one linear layer to each hidden state and read it at the last token."""
     return isinstance(getattr(inner, "score", None), nn.Linear)
 
 
@@ -308,7 +308,7 @@ class RereadCache(ExternalCache):
 
 
 class Seq2SeqCache(ExternalCache):
-    """An encoder's output and the cache of its decoder; `lengths` are of the targets, which begin with equally many tokens."""
+    """An encoder's output and its decoder's cache; `lengths` are of targets, which begin with equally many tokens."""
 
     def fill(self, inner: "PreTrainedModel", batch: Seq2Seq) -> Tensor:
         if len(set(batch.decoder.lengths)) > 1:

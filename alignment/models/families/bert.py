@@ -128,7 +128,7 @@ def encoder_tasks(
 def pooled_head(
     value: HFConfig, activation: str = "tanh", dropouts: tuple[str, ...] = DROPOUTS, *, both_sides: bool = False
 ) -> ClassificationHeadSpec:
-    """Classes of the first token through a dense layer as wide as the hidden states, dropout after it or on `both_sides`."""
+    """Classes of the first token through a dense layer of the hidden width, dropout after it or on `both_sides`."""
     dropout = dropout_of(value, *dropouts)
     return ClassificationHeadSpec(
         num_labels(value),

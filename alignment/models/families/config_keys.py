@@ -70,8 +70,8 @@ class Key:
 
     def problem(self, name: str, value: object) -> str | None:
         """The message that `value` is not allowed, or None."""
-        number = self.type is float and isinstance(value, int) and not isinstance(value, bool)
-        if not number and (not isinstance(value, self.type) or (self.type is int and isinstance(value, bool))):
+        int_as_float = self.type is float and isinstance(value, int) and not isinstance(value, bool)
+        if not int_as_float and (not isinstance(value, self.type) or (self.type is int and isinstance(value, bool))):
             return f"config.json: {name} must be {self.type.__name__}, got {value!r}"
         if self.options and value not in self.options:
             return f"config.json: {name} {value!r} is not one of {', '.join(self.options)}"
@@ -132,7 +132,7 @@ KEYS: dict[str, Key] = {
 
 @cache
 def transformers_defaults() -> dict[str, dict[str, Any]]:
-    """Family -> default of each key, as transformers' own config class has it; to import those classes takes over a second."""
+    """Family -> default of each key, as in transformers' own config class; importing those takes over a second."""
     return json.loads(Path(__file__).with_name("defaults.json").read_text(encoding="utf-8"))
 
 
@@ -185,5 +185,5 @@ def refused_keys(
 
 def hint(name: str, known: Iterable[str]) -> str:
     """`; did you mean 'x'?` with the closest known names, or an empty text."""
-    found = spelling_hint(name, known)
-    return f"; {found}" if found else ""
+    suggestion = spelling_hint(name, known)
+    return f"; {suggestion}" if suggestion else ""

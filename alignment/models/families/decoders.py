@@ -85,13 +85,13 @@ def transformer_spec(
         value["intermediate_size"], value["hidden_act"], value.get("mlp_bias", False)
     )
     # A dynamic scaling lengthens what the layers that see everything can place; those with a window have no say.
-    turning = [each for each in attentions if isinstance(each, AttentionSpec) and each.rotary]
+    turning = [spec for spec in attentions if isinstance(spec, AttentionSpec) and spec.rotary]
     turning.sort(key=lambda each: each.window is not None)
     fields = {
         "vocabulary": value["vocab_size"],
         "width": value["hidden_size"],
         "max_positions": longest_document(turning[0].rotary if turning else None, value["max_position_embeddings"]),
-        "blocks": tuple(BlockSpec(each, feedforward, norm, **(block or {})) for each in attentions),
+        "blocks": tuple(BlockSpec(spec, feedforward, norm, **(block or {})) for spec in attentions),
         "norm": norm,
         "init": InitSpec(value["initializer_range"], value["initializer_range"]),
         "tied_head": value["tie_word_embeddings"],

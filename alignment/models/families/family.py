@@ -100,8 +100,8 @@ class Family:
 
     def prefix(self, task: str) -> str:
         """Prefix of the trunk's names in a file of this task's class."""
-        own = self.tasks[task].trunk_prefix
-        return self.trunk_prefix if own is None else own
+        task_prefix = self.tasks[task].trunk_prefix
+        return self.trunk_prefix if task_prefix is None else task_prefix
 
     def default(self, key: str) -> Any:
         """The value of one of `keys` where the config leaves it out."""

@@ -1,4 +1,4 @@
-"""Llama, and families that are Llama but for a difference or two: Mistral, Mixtral, Qwen 2 and 3, SmolLM 3, OLMo 2, Phi-3.
+"""Llama and families that differ from it in a point or two: Mistral, Mixtral, Qwen 2 and 3, SmolLM 3, OLMo 2, Phi-3.
 
 Llama itself has rotary positions and their scalings, RMSNorm, gated feed-forward, grouped-query attention.
 

@@ -44,8 +44,8 @@ def read_rotary(value: HFConfig, head_dim: int) -> RotarySpec:
         UserError: naming every setting that is unknown or has a value that cannot be.
     """
     raise_all(shape_problems(value))
-    found = value.get("rope_parameters") or value.get("rope_scaling") or {}
-    given = {key: setting for key, setting in found.items() if setting is not None}
+    settings = value.get("rope_parameters") or value.get("rope_scaling") or {}
+    given = {key: setting for key, setting in settings.items() if setting is not None}
     kind = given.pop("rope_type", given.pop("type", "default"))
     given.pop("type", None)  # older files have both keys
     kind = "longrope" if kind == "su" else kind  # the first name of Phi-3's scaling

@@ -102,11 +102,11 @@ def cut(tensor: Tensor, location: HFLocation, start: int = 0, stop: int | None =
         return tensor[start:stop] if tensor.ndim else tensor
     stop = location.rows[location.part] if stop is None else stop
     heights = [rows // location.groups for rows in location.rows]
-    own = max(1, heights[location.part])  # rows of this part in each group
-    first = start // own
-    last = -(-stop // own)
+    height = max(1, heights[location.part])  # rows of this part in each group
+    first = start // height
+    last = -(-stop // height)
     pieces = tensor.unflatten(0, (location.groups, -1))[first:last].split(heights, dim=1)
-    return pieces[location.part].flatten(0, 1)[start - first * own : stop - first * own]
+    return pieces[location.part].flatten(0, 1)[start - first * height : stop - first * height]
 
 
 def fuse_rows(parts: list[Tensor], groups: int) -> Tensor:
@@ -180,7 +180,7 @@ def present_names(tensors: Tensors, family: Family, task: str, needed: set[str])
     lines = (*tensor_names((*family.names, *heads)), *family.tied_copies)
     trunk = {pattern_of(hf) for hf, _ in lines if hf.startswith(family.trunk_prefix)}
     ignored = (*family.ignored_tensors, *family.tasks[task].unused)
-    found = {}
+    present_tensors = {}
     for name, tensor in tensors.items():
         name = next(
             (name.removesuffix(old) + new for old, new in family.legacy_names.items() if name.endswith(old)), name
@@ -189,8 +189,8 @@ def present_names(tensors: Tensors, family: Family, task: str, needed: set[str])
         if used != wanted and pattern_of(family.trunk_prefix + short) in trunk:
             name = wanted + short
         if name in needed or not _matches(name, ignored):
-            found[name] = tensor
-    return found
+            present_tensors[name] = tensor
+    return present_tensors
 
 
 def without_heads(tensors: Tensors, family: Family, task: str, locations: Mapping[str, HFLocation]) -> Tensors:
@@ -212,7 +212,7 @@ def _matches(name: str, patterns: tuple[str, ...]) -> bool:
 
 
 def drop_tied_copy(tensors: Tensors, name: str, original: str, directory: Path) -> None:
-    """Remove `name`, a copy of the shared tensor `original`, or rename it where that is missing; UserError if they differ."""
+    """Remove `name`, a copy of the shared `original`, or rename it where that is missing; UserError if they differ."""
     copy = tensors.pop(name, None)
     kept = tensors.get(original)
     if copy is not None and kept is None:

@@ -1,4 +1,4 @@
-"""Multi-head and grouped-query attention: projections of queries, keys, values and output, and what a layer is called with.
+"""Multi-head and grouped-query attention: projections of queries, keys, values and output, and a layer's arguments.
 
 The scores are computed by `AttentionContext.attend` (sdpa.py); DeBERTa's attention is in disentangled.py.
 """
@@ -59,7 +59,10 @@ class AttentionContext:
 
 
 class OwnScoresSpec(Protocol):
-    """Attention that computes its own scores from `AttentionContext.layout`: DeBERTa's, Longformer's, recipes/history/efficient.py."""
+    """Attention that computes its own scores from `AttentionContext.layout`.
+
+    Examples: DeBERTa's, Longformer's, and those of recipes/history/efficient.py.
+    """
 
     @property
     def heads(self) -> int: ...

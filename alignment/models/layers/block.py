@@ -58,7 +58,7 @@ class BlockSpec:
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + feedforward(norm(x)). Pre-norm, as in GPT-2 and Llama; base of the other wirings.
+    """x + attention(norm(x)), then x + feedforward(norm(x)). Pre-norm, as in GPT-2 and Llama; base of other wirings.
 
     With `cross` a third part between the two attends to an encoder's states, as in T5.
 
@@ -110,7 +110,7 @@ class Block(nn.Module):
 
 
 class NormedResidualBlock(Block):
-    """n + attention(n) with n = norm(x), the feed-forward likewise: the residual branch uses the normed input (BLOOM)."""
+    """n + attention(n) with n = norm(x), feed-forward likewise: the residual branch uses the normed input (BLOOM)."""
 
     def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
         """x: [N, D] -> [N, D]."""
@@ -187,7 +187,7 @@ BLOCKS: dict[str, type[Block]] = {
 
 
 def selects_tokens(block: nn.Module) -> bool:
-    """True for blocks that compute their output for some tokens alone, after keys and values of all; see `AttentionContext`.
+    """True for blocks that compute output for some tokens alone, after keys and values of all; see `AttentionContext`.
 
     Experts are balanced over all tokens, and attention on an encoder's states is laid out for all.
     """

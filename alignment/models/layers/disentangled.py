@@ -96,9 +96,9 @@ class DisentangledAttention(nn.Module):
         self.key = nn.Linear(width, inner)
         self.value = nn.Linear(width, inner)
         self.output = nn.Linear(inner, width)
-        own = not spec.shared_projection
-        self.position_key = nn.Linear(width, inner) if own and spec.content_to_position else nn.Identity()
-        self.position_query = nn.Linear(width, inner) if own and spec.position_to_content else nn.Identity()
+        separate = not spec.shared_projection
+        self.position_key = nn.Linear(width, inner) if separate and spec.content_to_position else nn.Identity()
+        self.position_query = nn.Linear(width, inner) if separate and spec.position_to_content else nn.Identity()
         self.spec = spec
         self.scale = (spec.head_dim * terms) ** -0.5
 

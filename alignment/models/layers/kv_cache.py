@@ -16,7 +16,7 @@ from alignment.ragged import runs
 
 
 class CachedDocument(NamedTuple):
-    """A copy of a row: for each layer keys and values [K, length, head_dim], those of the last tokens where it has a window."""
+    """A copy of a row: each layer's keys and values [K, length, head_dim], of the last tokens where it has a window."""
 
     keys: list[Tensor]
     values: list[Tensor]
@@ -57,7 +57,7 @@ class CrossAttentionCache:
 
 
 class TokenSlots(NamedTuple):
-    """Addresses, for `Cache.write`, of the heads of n tokens, [n * K], and indices of these tokens, [n]; None: all in turn."""
+    """Addresses for `Cache.write` of the heads of n tokens [n * K], and the tokens' indices [n]; None: all in turn."""
 
     addresses: Tensor
     tokens: Tensor | None = None
@@ -110,7 +110,7 @@ class Cache:
         return [capacity if window is None else min(window, capacity) for window in self.windows]
 
     def places(self, rows: Tensor, positions: Tensor, lengths: Sequence[int] = (1,)) -> list[TokenSlots]:
-        """The slots in each layer of tokens at `rows` [n] and `positions` [n], successive runs of `lengths` in one row each.
+        """Each layer's slots of tokens at `rows` [n] and `positions` [n], successive runs of `lengths` in one row each.
 
         Of a run that is longer than a layer has slots the last tokens stay.
         """
@@ -155,7 +155,7 @@ class Cache:
         self.lengths = torch.cat([self.lengths, self.lengths.new_zeros(rows - self.rows)])
 
     def copy(self, sources: Tensor, targets: Tensor, width: int) -> None:
-        """Make rows `targets` [n] copies of rows `sources` [n], none of them a target, that hold up to `width` tokens."""
+        """Make rows `targets` [n] copies of rows `sources` [n], none of them a target, with up to `width` tokens."""
         self._copy(sources, targets, width)
         self.lengths[targets] = self.lengths[sources]
 
@@ -164,7 +164,7 @@ class Cache:
             store[targets, :, :width] = store[sources, :, :width]
 
     def save(self, row: int, length: int) -> CachedDocument:
-        """A copy of a row that holds `length` tokens; not of its beginning, which a layer with a window may have no more."""
+        """A copy of a row of `length` tokens; not of its beginning, which a layer with a window may no longer have."""
         keys, values = ([store[row, :, :length].clone() for store in stores] for stores in (self.keys, self.values))
         return CachedDocument(keys, values, length)
 

@@ -173,11 +173,11 @@ def _global_tokens(batch: Ragged, layout: PaddedLayout | None, rule: GlobalRule 
 
 def up_to_first(batch: Ragged, token: int) -> Tensor:
     """True up to the first `token` of each document, that one included, [N]: a question and the separator after it."""
-    found = batch.tokens == token
-    before = found.cumsum(0) - found.long()  # in this document and those before it
-    before = before - before[batch.firsts].repeat_interleave(batch.sizes, output_size=len(found))
+    separators = batch.tokens == token
+    before = separators.cumsum(0) - separators.long()  # in this document and those before it
+    before = before - before[batch.firsts].repeat_interleave(batch.sizes, output_size=len(separators))
     question = before == 0
-    if bool((question & ~found)[batch.last].any()):
+    if bool((question & ~separators)[batch.last].any()):
         raise UserError(
             f"a document has no separator {token} between question and context; the model's sep_token_id must be the "
             "tokenizer's"
@@ -186,7 +186,7 @@ def up_to_first(batch: Ragged, token: int) -> Tensor:
 
 
 def shares_prompts(layers: Sequence[BlockSpec]) -> bool:
-    """True where tokens see only what is before them in every layer: then a prompt is the same for all of its responses."""
+    """True if tokens see only what is before them in every layer: a prompt is then the same for all its responses."""
     return all(isinstance(layer.attention, AttentionSpec) and layer.attention.causal for layer in layers)
 
 

@@ -54,14 +54,14 @@ class GlobalTokens(NamedTuple):
 
 def global_tokens(marked: Tensor, layout: PaddedLayout, most: int | None = None) -> list[GlobalTokens]:
     """The `marked` tokens [N] of each rectangle; `most` of a document, None: they are counted."""
-    found = []
+    marked_tokens = []
     for rectangle, real in zip(pad(marked, layout), key_masks(layout, marked.device), strict=True):
         rectangle = rectangle if real is None else rectangle & real[:, 0, 0]
         columns = rectangle.long().argsort(dim=1, descending=True, stable=True)[
             :, : most or int(rectangle.sum(1).max())
         ]
-        found.append(GlobalTokens(columns, rectangle.gather(1, columns)))
-    return found
+        marked_tokens.append(GlobalTokens(columns, rectangle.gather(1, columns)))
+    return marked_tokens
 
 
 def pad_layout(lengths: Sequence[int], heads: int, device: torch.device | str = "cpu") -> PaddedLayout:
@@ -91,15 +91,15 @@ def shared_keys(batch: Ragged) -> PaddedLayout:
     assert shared is not None
     prompts = sum(shared.lengths)
     firsts = [prompts + start for start in [0, *accumulate(batch.lengths)][:-1]]  # index of each document's first key
-    own = [length - before for length, before in zip(batch.lengths, shared.of_each, strict=True)]
-    of_own = runs([first + before for first, before in zip(firsts, shared.of_each, strict=True)], own)
+    own_lengths = [length - before for length, before in zip(batch.lengths, shared.of_each, strict=True)]
+    of_own = runs([first + before for first, before in zip(firsts, shared.of_each, strict=True)], own_lengths)
     keys = torch.arange(prompts)
     first_keys: list[list[int]] = [[] for _ in shared.lengths]  # of the documents that begin with each prompt
     for prompt, first in zip(shared.of_documents, firsts, strict=True):
         if prompt is not None:
             first_keys[prompt].append(first)
     most = len(first_keys[0])  # of the first prompt: see `SharedPrompts`
-    rounds = [[each[number] for each in first_keys if len(each) > number] for number in range(most)]
+    rounds = [[indices[copy] for indices in first_keys if len(indices) > copy] for copy in range(most)]
     return PaddedLayout(
         ((1, prompts + sum(batch.lengths)),),
         ((*shared.lengths, *batch.lengths),),
@@ -110,7 +110,7 @@ def shared_keys(batch: Ragged) -> PaddedLayout:
 
 
 def shared_layouts(batch: Ragged, heads: int) -> tuple[PaddedLayout, PaddedLayout]:
-    """Layouts of the queries and keys of a batch with shared prompts; prompts and documents have rectangles of their own."""
+    """Layouts of queries and keys of a batch with shared prompts; prompts and documents have separate rectangles."""
     keys = shared_keys(batch)
     shared = batch.shared
     assert shared is not None
@@ -135,7 +135,7 @@ Rectangles = list[tuple[list[int], int]]  # the numbers of the documents in each
 
 
 def choose_rectangles(lengths: Sequence[int], heads: int) -> Rectangles:
-    """Rectangles for documents of these lengths, widest first: short ones get their own where that saves more than a call."""
+    """Rectangles for documents of these lengths, widest first; short ones lie apart if that saves more than a call."""
     rounded = [-(-length // ROUND_TO) * ROUND_TO for length in lengths]
     width_of: dict[int, int] = {}
     current = 0
@@ -233,7 +233,7 @@ def select_rows(x: Tensor, index: Tensor, repeated: Tensor | None = None) -> Ten
 
 
 def states_before_targets(states: Tensor, batch: Ragged) -> Tensor:
-    """The hidden states that predict each target, [M, D]; a prompt's last one predicts the first token of each response."""
+    """The hidden states that predict each target, [M, D]; a prompt's last one predicts each response's first token."""
     return select_rows(states, batch.before, None if batch.shared is None else batch.shared.repeated)
 
 
@@ -289,7 +289,8 @@ def attention_masks(
         prefixes, sizes, queries.groups, keys.groups, strict=True
     ):
         width = offset + key_columns
-        before = [total - own for own, total in zip(asking, read, strict=True)]  # keys before the first query
+        # Keys before the first query.
+        before = [total - query_length for query_length, total in zip(asking, read, strict=True)]
         real = None if causal and prefix is None else key_mask([offset + length for length in read], width, device)
         windowed = window is not None and window < width
         if not (any(before) or windowed or bias is not None or prefix is not None or (causal and offset)):

@@ -1,4 +1,4 @@
-"""Positions that are added: vectors on the token embedding, and biases on attention scores (ALiBi's slopes, T5's buckets).
+"""Added positions: vectors on the token embedding, and biases on attention scores (ALiBi's slopes, T5's buckets).
 
 A bias takes relative positions, key position minus query position, so that the same code serves whole documents and one
 new token.
@@ -36,7 +36,7 @@ PositionsSpec = LearnedPositionsSpec | SinusoidalPositionsSpec
 
 
 class LearnedPositions(nn.Module):
-    """One trained vector per position; position 0 reads row `first`, below which some families keep rows for other uses."""
+    """One trained vector per position; position 0 reads row `first`: some families keep rows below for other uses."""
 
     def __init__(self, count: int, width: int, first: int = 0):
         super().__init__()
@@ -131,7 +131,7 @@ class BFloat16Alibi(nn.Module):
 
 
 def alibi_slopes(heads: int) -> list[float]:
-    """2^(-8 h / n) for h = 1 ... n, the largest power of two within `heads`; the rest from between, every second of 2n."""
+    """2^(-8 h / n), h = 1 ... n, the largest power of two within `heads`; the rest from between, every second of 2n."""
     largest = 2 ** int(math.log2(heads))
     return [
         *(2 ** (-8 * h / largest) for h in range(1, largest + 1)),

@@ -166,7 +166,7 @@ def rotary_frequencies(spec: RotarySpec) -> Tensor:
 
 
 def scaled_frequencies(spec: RotarySpec, sizes: Tensor) -> Tensor:
-    """Radians per position for documents of these `sizes`, [N, W / 2]; a document's angles depend on its own size only."""
+    """Radians per position for documents of these `sizes`, [N, W / 2]; those of a document depend on its size alone."""
     exponents = _exponents(spec).to(sizes.device)
     match spec.scaling:
         case DynamicScaling(factor=factor, original_positions=original):

@@ -191,10 +191,10 @@ class BlockSparseAttention(SparseAttention):
         for is_long, mix in ((False, self._full), (True, self._sparse)):
             rows = [row for row, length in enumerate(lengths) if (length > self.spec.longest_full) == is_long]
             if rows:
-                own = [lengths[row] for row in rows]
+                sizes = [lengths[row] for row in rows]
                 index = torch.tensor(rows, device=q.device)
-                part = mix(own, *(x[index, : max(own)].transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
-                mixed = mixed.index_copy(0, index, F.pad(part, (0, 0, 0, 0, 0, q.shape[1] - max(own))))
+                part = mix(sizes, *(x[index, : max(sizes)].transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+                mixed = mixed.index_copy(0, index, F.pad(part, (0, 0, 0, 0, 0, q.shape[1] - max(sizes))))
         return mixed
 
     def _full(self, lengths: Sequence[int], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -206,12 +206,12 @@ class BlockSparseAttention(SparseAttention):
         size = self.spec.block
         length = q.shape[2]
         device = q.device
-        counts = [-(-own // size) for own in lengths]
+        counts = [-(-tokens // size) for tokens in lengths]
         q, k, v = (F.pad(x, (0, 0, 0, max(counts) * size - length)) for x in (q, k, v))
         real = padding_mask(torch.tensor(lengths, device=device), q.shape[2])  # [B, 1, 1, T]
-        number = torch.arange(max(counts), device=device)
+        block = torch.arange(max(counts), device=device)
         last = torch.tensor(counts, device=device)[:, None] - 1
-        between = ((number > 0) & (number < last)).repeat_interleave(size, 1)  # the ends are among the extra keys
+        between = ((block > 0) & (block < last)).repeat_interleave(size, 1)  # the ends are among the extra keys
         near = chunked(real.mT & between[:, None, :, None], size, size, size).mT
         chosen = torch.stack([self._chosen(count, max(counts)) for count in counts]).to(device)  # [B, blocks, H, 2 + R]
         row = torch.arange(len(q), device=device)[:, None]
@@ -239,7 +239,7 @@ class BlockSparseAttention(SparseAttention):
 
 @lru_cache(maxsize=1024)
 def random_blocks(spec: BlockSparseSpec, count: int) -> np.ndarray:
-    """The random blocks that each block but the ends sees in training, of a document of `count` blocks, [H, count - 2, R].
+    """Random blocks that each block but the ends sees in training, of a document of `count` blocks, [H, count - 2, R].
 
     They are drawn as transformers draws them, whose layers begin with their number as the seed in every forward.
     """

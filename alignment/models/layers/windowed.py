@@ -117,7 +117,7 @@ class DocumentRow(NamedTuple):
 
 
 def shared_row(batch: Ragged, reach: int) -> DocumentRow:
-    """The row of a batch with shared prompts: the prompts, then each document's own tokens behind its prompt's last ones.
+    """The row of a batch with shared prompts: these, then each document's own tokens behind its prompt's last ones.
 
     Args:
         reach: tokens in front of itself that a token may see; of a prompt no more are copied.
@@ -128,7 +128,7 @@ def shared_row(batch: Ragged, reach: int) -> DocumentRow:
     prompts = len(shared.lengths)
     pieces = batch.pieces
     copied = [0] * prompts + [min(before, reach) for before in shared.of_each]
-    sizes = [own + count for own, count in zip(pieces, copied, strict=True)]
+    sizes = [piece + count for piece, count in zip(pieces, copied, strict=True)]
     starts = list(accumulate(sizes, initial=0))
     tokens = list(accumulate(pieces, initial=0))
     spare = starts.pop()  # a slot that no token reads: that of the prompts' tokens that are not copied
@@ -142,7 +142,10 @@ def shared_row(batch: Ragged, reach: int) -> DocumentRow:
             copies_of[prompt].append(torch.cat([torch.full((shared.lengths[prompt] - count,), spare), slots]))
             source[slots] = torch.arange(end - count, end)
     most = len(copies_of[0])  # of the first prompt: see `SharedPrompts`
-    rounds = [torch.cat([each[number] for each in copies_of if len(each) > number]) for number in range(most)]
+    rounds = [
+        torch.cat([prompt_copies[copy] for prompt_copies in copies_of if len(prompt_copies) > copy])
+        for copy in range(most)
+    ]
     before = runs([0] * len(sizes) + [0], [*sizes, 1]).to(device)
     own_slots, source, *copies = (x.to(device, non_blocking=True) for x in (own_slots, source, *rounds))
     return DocumentRow(before, None, PaddedLayout(((1, spare + 1),), ((spare + 1,),), own_slots, source, tuple(copies)))
@@ -193,7 +196,7 @@ def plain_row(batch: Ragged, causal: bool) -> DocumentRow:
 
 
 class MaskedRow(NamedTuple):
-    """A row in chunks: the keys that a query may see among those near it, and in the prefix; masks as in `attend_chunks`."""
+    """A row in chunks: keys that a query may see among those near it and in the prefix; masks as in `attend_chunks`."""
 
     row: DocumentRow
     chunk: int

@@ -1,4 +1,4 @@
-"""The base of the backends, each of which spreads one optimizer step over processes; and the one that replicates the model.
+"""The base of the backends, which spread one optimizer step over processes; and the one that replicates the model.
 
 Every backend sums gradients over ranks, so that a loss divided by the global weight needs no further correction.
 """
@@ -112,7 +112,7 @@ class Backend:
         return self.full_parameters()
 
     def trained_weights(self) -> dict[str, Tensor]:
-        """The trained parameters by name, sharded where the model is, to be read and written in place between updates."""
+        """The trained parameters by name, sharded where the model is, to read and write in place between updates."""
         return {name: parameter.detach() for name, parameter in trainable_parameters(self.unwrapped).items()}
 
     def save(self, directory: Path) -> None:
@@ -144,7 +144,7 @@ class Backend:
             else:
                 empty = torch.empty(stored.shape, dtype=stored.dtype, device=parameters[name].device)
             saved.setdefault(name, {})[entry] = empty
-        entries = {f"{name}/{entry}": tensor for name, each in saved.items() for entry, tensor in each.items()}
+        entries = {f"{name}/{entry}": tensor for name, state in saved.items() for entry, tensor in state.items()}
         state_files.read_into(state_files.OPTIMIZER, entries, directory)
         for name, tensors in saved.items():
             if lacking := [whole for whole in STATES if tensors.keys() < set(whole.split())]:
@@ -162,7 +162,7 @@ def checked_step(
     if hasattr(norm, "full_tensor"):  # sharded: the local norm is only a part
         norm = norm.full_tensor()
     *numbers, grad_norm = torch.cat([values, norm.reshape(1).to(values)]).tolist()
-    if all(math.isfinite(number) for number in (*numbers[:num_losses], grad_norm)):
+    if all(math.isfinite(value) for value in (*numbers[:num_losses], grad_norm)):
         if max_grad_norm:
             torch.nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, norm)
         set_learning_rate(optimizer, learning_rate)
@@ -237,10 +237,10 @@ class ReplicatedBackend(Backend):
         gradients = [parameter.grad for parameter in present if parameter.grad is not None]
         sizes = [gradient.numel() for gradient in gradients]
         for numbers in fill_groups(range(len(sizes)), sizes, BUCKET_ELEMENTS):
-            bucket = [gradients[number] for number in numbers]
+            bucket = [gradients[index] for index in numbers]
             flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
             dist.all_reduce(flat)
-            pieces = flat.split([sizes[number] for number in numbers])
+            pieces = flat.split([sizes[index] for index in numbers])
             for gradient, piece in zip(bucket, pieces, strict=True):
                 gradient.copy_(piece.view_as(gradient))
 
@@ -265,7 +265,7 @@ def check_finite(model: nn.Module) -> None:
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The children of every ModuleList that are called: transformer blocks, and experts within them; outer ones first."""
+    """The called children of every ModuleList: transformer blocks, and experts within them; outer ones first."""
     return [
         block
         for module in model.modules()

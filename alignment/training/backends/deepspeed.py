@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO 1 to 3, prepared by Accelerate: its steps, how each rank reads its part of a model, and its checkpoints.
+"""DeepSpeed ZeRO 1 to 3, prepared by Accelerate: its steps, how each rank reads its part of a model, and checkpoints.
 
 Stage and offloading come from the launch configuration. Precision, clipping and batch sizes are set here, so that a
 config trains the same model on every backend. Checkpoints are safetensors of each rank's flat float32 vectors, which
@@ -75,7 +75,7 @@ class DeepSpeedBackend(Backend):
 
     def step(self, learning_rate: float, values: Tensor, num_losses: int) -> tuple[list[float], float]:
         numbers = values.tolist()
-        if not all(math.isfinite(number) for number in numbers[:num_losses]):
+        if not all(math.isfinite(value) for value in numbers[:num_losses]):
             return numbers, math.nan
         while self._hooks:
             self._hooks.pop().remove()
@@ -162,12 +162,12 @@ class DeepSpeedBackend(Backend):
         return directory / f"zero-rank-{self.process_group.rank:05d}.safetensors"
 
     def save(self, directory: Path) -> None:
-        weights = {str(number): master for number, master in enumerate(self._masters)} | self._buffers()
+        weights = {str(index): master for index, master in enumerate(self._masters)} | self._buffers()
         if any(self.process_group.gather_objects(bool(state_files.not_finite(weights)))):
             raise FloatingPointError("weights are not finite; the checkpoint is not written")
         state = {
-            f"{number}/{entry}": value
-            for number, master in enumerate(self._masters)
+            f"{index}/{entry}": value
+            for index, master in enumerate(self._masters)
             for entry, value in saved_state(self.model.optimizer.optimizer, master).items()
         }
         state_files.write_file(weights | state, self._path(directory), self._layout)
@@ -190,11 +190,11 @@ class DeepSpeedBackend(Backend):
         with torch.no_grad():
             for name, buffer in self._buffers().items():
                 buffer.copy_(tensors[name])
-            for number, master in enumerate(self._masters):
-                master.copy_(tensors[str(number)])
+            for index, master in enumerate(self._masters):
+                master.copy_(tensors[str(index)])
         self._refresh_weights()
-        for number, master in enumerate(self._masters):
-            state = {key.split("/", 1)[1]: x for key, x in tensors.items() if key.startswith(f"{number}/")}
+        for index, master in enumerate(self._masters):
+            state = {key.split("/", 1)[1]: x for key, x in tensors.items() if key.startswith(f"{index}/")}
             on_device = {key: x.to(master.device) for key, x in state.items()}
             restore_state(self.model.optimizer.optimizer, master, on_device)
 
@@ -206,8 +206,8 @@ class DeepSpeedBackend(Backend):
             for flat, master in zip(zero.bit16_groups_flat, self._masters, strict=True):
                 dist.all_gather_into_tensor(flat, master.detach().to(flat.device))
             return
-        for number in range(len(self._masters)):
-            zero._reassign_or_swap_out_partitioned_parameters(number)
+        for sub_group_id in range(len(self._masters)):
+            zero._reassign_or_swap_out_partitioned_parameters(sub_group_id)
         persistent = zero.persistent_parameters  # small parameters that are whole: they are gathered again
         if persistent:
             persistent[0].partition(persistent)
@@ -215,7 +215,7 @@ class DeepSpeedBackend(Backend):
 
     @contextmanager
     def _full_tensors(self, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """While open, these tensors are whole on every rank. Below stage 3, and if they are buffers, they always are."""
+        """While open, these tensors are whole on every rank. Below stage 3, and as buffers, they always are."""
         import deepspeed
 
         with deepspeed.zero.GatheredParameters([tensor for tensor in tensors if hasattr(tensor, "ds_id")]):
@@ -293,7 +293,7 @@ def _around_forwards(
 
 @torch.no_grad()
 def _read_partitions(model: nn.Module, settings: dict[str, object], process_group: ProcessGroup) -> None:
-    """Divide the unread parameters of a model among the ranks, as `deepspeed.zero.Init`, and read this rank's part of each."""
+    """Divide a model's unread parameters among ranks, as `deepspeed.zero.Init`, and read this rank's part of each."""
     import deepspeed
 
     waiting = _unread(model)
@@ -319,17 +319,17 @@ def _read_partitions(model: nn.Module, settings: dict[str, object], process_grou
 def _unread(model: nn.Module) -> list[tuple[nn.Parameter, RowSource]]:
     """The parameters that have not been read, each once, with the place of their data, which they no longer name."""
     check_finite(model)
-    found: list[tuple[nn.Parameter, RowSource]] = []
+    unread: list[tuple[nn.Parameter, RowSource]] = []
     for parameter in model.parameters():
         stored = getattr(parameter, "stored", None)
         if stored is not None:
             del parameter.stored  # pyright: ignore[reportAttributeAccessIssue]
-            found.append((parameter, stored))
-    return found
+            unread.append((parameter, stored))
+    return unread
 
 
 def _elements(rows: Callable[[int, int], Tensor], shape: torch.Size, first: int, last: int) -> Tensor:
-    """Elements `first` to `last` of a flattened tensor of a shape; `rows` gives (start, stop) of its rows, read alone."""
+    """Elements `first` to `last` of a flattened tensor of a shape; `rows(start, stop)` reads these rows alone."""
     width = math.prod(shape[1:])  # elements of a row; a tensor without dimensions is one row
     start = first // width
     stop = -(-last // width)

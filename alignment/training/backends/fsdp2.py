@@ -132,8 +132,8 @@ def without_gathering(modules: list[FSDPModule]) -> Iterator[None]:
     try:
         yield
     finally:
-        for state, own in zip(states, groups, strict=True):
-            state._fsdp_param_groups = own
+        for state, param_groups in zip(states, groups, strict=True):
+            state._fsdp_param_groups = param_groups
 
 
 # Sharding
@@ -189,7 +189,7 @@ def _wrap_blocks(model: nn.Module, process_group: ProcessGroup, precision: str) 
 
 
 def _bfloat16_layers(block: nn.Module, types: Mapping[nn.Parameter, torch.dtype]) -> list[nn.Module]:
-    """The layers inside a trained block that compute in bfloat16; none where it is compiled: they would cut its graph."""
+    """The layers inside a trained block that compute in bfloat16; none if it is compiled: they would cut its graph."""
     compiled = getattr(block, "_compiled_call_impl", None) is not None
     if compiled or not all(parameter.requires_grad for parameter in block.parameters()):
         return []

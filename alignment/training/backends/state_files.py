@@ -106,15 +106,15 @@ def saved_tensors(kind: str, directory: Path) -> dict[str, Stored]:
             with safe_open(whole, framework="pt") as file:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
             return {name: Stored(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
-        found: Mapping[str, Any] = _reader(shards).read_metadata().state_dict_metadata
+        metadata: Mapping[str, Any] = _reader(shards).read_metadata().state_dict_metadata
     except (SafetensorError, OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(f"{whole if whole.is_file() else shards}: not a readable checkpoint ({error})") from error
     raise_all(
         f"{shards}: parts of {name} are missing; put the file of every rank back"
-        for name, each in found.items()
-        if sum(math.prod(chunk.sizes) for chunk in each.chunks) != math.prod(each.size)
+        for name, entry in metadata.items()
+        if sum(math.prod(chunk.sizes) for chunk in entry.chunks) != math.prod(entry.size)
     )
-    return {name: Stored(each.size, each.properties.dtype) for name, each in found.items()}
+    return {name: Stored(entry.size, entry.properties.dtype) for name, entry in metadata.items()}
 
 
 def read_into(kind: str, tensors: Mapping[str, Tensor], directory: Path) -> None:

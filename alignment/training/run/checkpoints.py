@@ -113,9 +113,13 @@ def save_checkpoint(
             write_json(directory / MANIFEST, manifest | {"sum": hash_of(manifest)})
     if process_group.is_main:
         # Later steps belong to another run, and what has no valid manifest is no checkpoint.
-        older = [each for each in checkpoints(root) if step_of(each) < step and not read_manifest(each)[1]]
-        for each in older[keep - 1 :]:
-            remove_directory(each)
+        older = [
+            checkpoint
+            for checkpoint in checkpoints(root)
+            if step_of(checkpoint) < step and not read_manifest(checkpoint)[1]
+        ]
+        for checkpoint in older[keep - 1 :]:
+            remove_directory(checkpoint)
     process_group.barrier()
     return path
 
@@ -175,12 +179,12 @@ def latest_checkpoint(root: Path) -> Path | None:
                 f"{path} to resume from the checkpoint before it"
             )
         if not problems:
-            for other, found in damaged.items():
-                _warn(f"passing over a damaged checkpoint, kept as {rename_corrupt(other).name}: {'; '.join(found)}")
+            for other, reasons in damaged.items():
+                _warn(f"passing over a damaged checkpoint, kept as {rename_corrupt(other).name}: {'; '.join(reasons)}")
             return path
         damaged[path] = problems
     if damaged:
-        problems = [line for found in damaged.values() for line in found]
+        problems = [line for reasons in damaged.values() for line in reasons]
         raise UserError(
             f"no checkpoint in {root} is whole ({'; '.join(problems)}); delete them to start from the beginning"
         )
@@ -190,18 +194,18 @@ def latest_checkpoint(root: Path) -> Path | None:
 def rename_corrupt(path: Path) -> Path:
     """Rename a damaged directory so that it no longer counts, and return its new path; nothing is deleted."""
     aside = path.with_name(f"damaged-{path.name}")
-    number = 1
+    suffix = 1
     while os.path.lexists(aside):
-        number += 1
-        aside = path.with_name(f"damaged-{path.name}-{number}")
+        suffix += 1
+        aside = path.with_name(f"damaged-{path.name}-{suffix}")
     os.rename(path, aside)
     return aside
 
 
 def checkpoints(root: Path) -> Iterator[Path]:
     """Checkpoint directories, newest first, intact or damaged."""
-    found = [path for path in root.glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
-    yield from sorted(found, key=step_of, reverse=True)
+    paths = [path for path in root.glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
+    yield from sorted(paths, key=step_of, reverse=True)
 
 
 def step_of(path: Path) -> int:

@@ -1,4 +1,4 @@
-"""A run's directory: its lock, the files that rank 0 writes during training, the signals that stop the run, and displays.
+"""A run's directory: its lock, the files that rank 0 writes in training, the signals that stop the run, and displays.
 
 Checkpoints are in checkpoints.py.
 """
@@ -161,7 +161,7 @@ class Run:
             raise _DryRunEnd
 
     def steps(self, first: int, total: int) -> Iterator[int]:
-        """Numbers first ... total - 1 with progress shown, until a checkpoint is saved on a stop request: then SystemExit.
+        """Numbers first ... total - 1 with progress shown; SystemExit once a checkpoint is saved on a stop request.
 
         From here until the run is closed, signals are recorded and do not interrupt what is being written.
         """
@@ -219,7 +219,7 @@ class Run:
         print(text, end=f"{CLEAR}\r" if is_live else "\n", file=sys.stderr, flush=True)
 
     def log_samples(self, step: int, rows: Sequence[Mapping[str, object]]) -> None:
-        """Write texts of update `step`, of equal columns, to samples.jsonl, and as a table to the trackers that have one."""
+        """Write texts of update `step`, of equal columns, to samples.jsonl, and to trackers with tables as a table."""
         if not self.is_main or not rows:
             return
         for row in rows:
@@ -275,7 +275,7 @@ def truncate_lines(path: Path, step: int) -> None:
     lines, problems = read_log(path)
     raise_all(problems)
     if path.exists():
-        write_text(path, "".join(text for number, text in lines if number <= step))
+        write_text(path, "".join(text for line_step, text in lines if line_step <= step))
 
 
 def read_log(path: Path) -> tuple[list[tuple[int, str]], list[str]]:
@@ -283,7 +283,7 @@ def read_log(path: Path) -> tuple[list[tuple[int, str]], list[str]]:
     lines = []
     problems = []
     *whole, _ = path.read_bytes().split(b"\n") if path.exists() else [b""]  # texts may contain other line separators
-    for number, content in enumerate(whole, 1):
+    for line_number, content in enumerate(whole, 1):
         text = content.decode("utf-8", errors="replace")
         step = None
         with suppress(ValueError, LookupError, TypeError, RecursionError):
@@ -291,7 +291,9 @@ def read_log(path: Path) -> tuple[list[tuple[int, str]], list[str]]:
         if type(step) is int:
             lines.append((step, f"{text}\n"))
         else:
-            problems.append(f"{path}:{number}: not a line of a run's log, with a step; delete the line, or the file")
+            problems.append(
+                f"{path}:{line_number}: not a line of a run's log, with a step; delete the line, or the file"
+            )
     return lines, problems
 
 
@@ -387,7 +389,7 @@ VARIABLES = {
 
 
 def check_trackers(names: Sequence[str], tracking: Mapping[str, object]) -> None:
-    """Refuse trackers that do not exist or are not installed, and keys of `training.tracking` that none of them takes."""
+    """Refuse trackers that do not exist or are not installed, and keys of `training.tracking` that none takes."""
     taken = {key for name in names for key in ARGUMENTS.get(name, ())}
     raise_all(
         f"training.tracking.{key}: {', '.join(names) or 'no tracker'} takes no {key}; name one of "
@@ -415,9 +417,9 @@ def _open_tracker(name: str, output: Path, stage: str, config: Mapping[str, Any]
     arguments: dict[str, Any] = {"logging_dir": str(output)} if kind.requires_logging_directory else {}
     default = {"project": "alignment", "name": f"{stage}-{output.name}"}
     for key, argument in ARGUMENTS[name].items():
-        own = config["training"].get("tracking", {}).get(key)
+        setting = config["training"].get("tracking", {}).get(key)
         variable = VARIABLES.get((name, key), "")
-        if value := own or os.environ.get(variable) or default.get(key):
+        if value := setting or os.environ.get(variable) or default.get(key):
             arguments[argument] = value
     try:
         tracker = kind(**arguments)

@@ -47,7 +47,7 @@ LENGTHS = ("config.training.epochs", "config.training.max_steps")  # may grow wh
 def identity_of(
     config: Mapping[str, object], parents: Sequence[str], files: Mapping[str, Sequence[Path]] | None = None
 ) -> dict[str, Any]:
-    """The settings that affect the result and the content of all inputs, which must be equal to resume from a checkpoint."""
+    """Settings that affect the result, and the content of all inputs; they must be equal to resume a checkpoint."""
     return {
         "config": without_runtime_keys(config),
         "data": input_hashes(config, files),
@@ -64,18 +64,18 @@ def refuse_other_run(output: Path, stage: str, identity: Mapping[str, object]) -
         True where it holds a finished run with these settings, and its model.
     """
     paths = {name: output / name for name in ("model", "checkpoints", "metrics.jsonl")}
-    found = [
+    entries = [
         name
         for name, path in paths.items()
         if (any(path.iterdir()) if path.is_dir() else path.is_file() and path.stat().st_size > 0)
     ]
     new = {"stage": stage, **json.loads(json.dumps(identity))}
-    if not found:
+    if not entries:
         if not (output / "lineage.json").exists() and earlier_run(output).get("config") != new["config"]:
-            found = [name for name in ALSO_WRITTEN if (output / name).exists()]
-        if found:
+            entries = [name for name in ALSO_WRITTEN if (output / name).exists()]
+        if entries:
             raise UserError(
-                f"{output}: holds {', '.join(found)} that no run has written, and a run writes files of these names\n"
+                f"{output}: holds {', '.join(entries)} that no run has written, and a run writes files of these names\n"
                 "Nothing was changed. Choose another output directory"
             )
         return False
@@ -84,7 +84,7 @@ def refuse_other_run(output: Path, stage: str, identity: Mapping[str, object]) -
     old.pop("source", "")
     changed = [line for key in old for line in differences(old[key], new[key], key)]
     if old and not changed:
-        return finished > 0 and "model" in found
+        return finished > 0 and "model" in entries
     only_length = all(line.startswith(LENGTHS) for line in changed)
     if finished and only_length and _is_longer(old["config"], new["config"], finished):
         if not (output / "checkpoints" / f"step-{finished:06d}").is_dir():
@@ -96,7 +96,7 @@ def refuse_other_run(output: Path, stage: str, identity: Mapping[str, object]) -
         return False
     why = "\n".join(["of a run with other settings:", *changed]) if old else "that no run of this kind has written"
     raise UserError(
-        f"{output}: holds {', '.join(found)} {why}\nNothing was changed. Choose another output directory, or delete "
+        f"{output}: holds {', '.join(entries)} {why}\nNothing was changed. Choose another output directory, or delete "
         "this one"
     )
 
