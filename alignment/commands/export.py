@@ -50,10 +50,9 @@ def export_model(
 ) -> Path:
     """Write a model with its adapter merged as one plain Hugging Face directory and return that directory.
 
-    The sum of a weight and its update is computed in float32. An adapter that was trained on quantized weights is
-    merged into these weights as they were, and how far they are from the original ones is printed. A reward model keeps
-    its calibration and the texts whose scores tell a damaged model: they must score as before, and are written with
-    their new scores.
+    The sum of a weight and its update is computed in float32. An adapter trained on quantized weights is merged into
+    these weights as they were, and their distance from the original ones is printed. A reward model keeps its
+    calibration and its canaries, which must score as before and are written with their new scores.
 
     Args:
         model: a model or adapter directory, or a .gguf file, whose weights become those of a plain directory.

@@ -102,23 +102,29 @@ def write_configs(
             configs[stage], reasons = fitting_values(stage, changes, rows, device, near=Path(draft), lora=lora)
             notes[stage] = [*reasons, section.note, judged_on]
             write_yaml(Path(draft), stage, configs[stage])
-    trained = {stage: f"{folder}/{stage}/model" for stage in stages if stage != "reward"}
     asked = next((section for section in [*data.values()][::-1] if has_prompts(section, columns)), [*data.values()][-1])
-    configs["winrate"] = {
-        "output": f"{folder}/winrate",
-        "models": {"base": base} | trained,
-        "baseline": "sft" if "sft" in stages else "base",
-        "judge": "verdicts",
-        "verdicts": f"{folder}/verdicts.jsonl",
-        "max_new_tokens": new_tokens,
-        "data": asked.values | ({"columns": {"prompt": columns.get("prompt", "prompt")}} if columns else {}),
-    }
+    configs["winrate"] = winrate_values(base, stages, folder, asked, columns) | {"max_new_tokens": new_tokens}
     for stage, values in configs.items():
         write_yaml(folder, stage, values, notes[stage])
     return [
         *(f"alignment {stage} {folder}/{stage}.yaml" for stage in stages),
         f"alignment evaluate winrate {folder}/winrate.yaml",
     ]
+
+
+def winrate_values(
+    base: str, stages: Sequence[str], folder: Path, asked: DataSection, columns: Mapping[str, str]
+) -> Values:
+    """The config that compares the base and every policy on the prompts of a section, judged by people."""
+    trained = {stage: f"{folder}/{stage}/model" for stage in stages if stage != "reward"}
+    return {
+        "output": f"{folder}/winrate",
+        "models": {"base": base} | trained,
+        "baseline": "sft" if "sft" in stages else "base",
+        "judge": "verdicts",
+        "verdicts": f"{folder}/verdicts.jsonl",
+        "data": asked.values | ({"columns": {"prompt": columns.get("prompt", "prompt")}} if columns else {}),
+    }
 
 
 def stages_of(kinds: Mapping[str, str], folder: Path) -> list[str]:

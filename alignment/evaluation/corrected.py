@@ -32,8 +32,7 @@ def corrected_win_rate(
     rate = mean of labels + lambda * (mean verdict on the other items - mean verdict on the labeled items)
 
     with the lambda in [0, 1] of the least variance. The interval is Student's, of labeled clusters less two; its
-    variance takes half an item's disagreement more than was seen, so that a judge who is right on all of ten labels is
-    not certain.
+    variance takes half an item's disagreement more than was seen: a judge right on all of ten labels is not certain.
 
     Args:
         verdicts: of the judge for one side, 1, 0.5, 0 or a probability; None where it failed: the item is left out.
@@ -45,8 +44,7 @@ def corrected_win_rate(
         hold is bias), `people` (the labels alone), `corrected`, and `rogan_gladen`, None where the judge's verdicts on
         won and on lost items differ too little or all clusters but one are labeled: each with `rate`, `low` and `high`,
         95 %. `bias`: the judge's mean verdict less people's on the labeled items. `correlation` of both there, 0 where
-        either does not vary. `label_worth`: as many labels alone as one label counts with the judge's verdicts, a ratio
-        of variances.
+        either does not vary. `label_worth`: labels alone that one label with the judge is worth, a ratio of variances.
 
     Raises:
         UserError: there are fewer than five labels, or clusters with one, on items that the judge has judged.
@@ -72,9 +70,8 @@ def corrected_win_rate(
     variance = judge.var(ddof=1)
     covariance = float(((y - y.mean()) * (f - f.mean())).mean())
     weight = float(np.clip(covariance / variance / (1 + n / others), 0, 1)) if apart and variance > 0 else 0.0
-    (alone, wide), (powered, narrow) = (
-        _powered(judge, people, judge_weight, cluster) for judge_weight in (0.0, weight)
-    )
+    alone, wide = _powered(judge, people, 0.0, cluster)
+    powered, narrow = _powered(judge, people, weight, cluster)
     spread = math.sqrt(float(y.var() * f.var()))
     return {
         "items": len(rows),

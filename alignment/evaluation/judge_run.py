@@ -163,9 +163,8 @@ def agreement_figures(voted: Judged) -> Figures:
     sides = [item.first for item in items], [item.second for item in items]
     longer = longer_judge([item.prompt for item in items], *sides)
     rows: dict[str, Sequence[Votes]] = {"judge": [(item, verdict, item.label) for item, verdict in voted]}
-    if {*longer} - {TIE} and longer != [
-        verdict for _, verdict in voted
-    ]:  # there are texts of two lengths, and another judge
+    # there are texts of two lengths, and another judge
+    if {*longer} - {TIE} and longer != [verdict for _, verdict in voted]:
         rows["the longer response"] = [(item, verdict, item.label) for item, verdict in zip(items, longer, strict=True)]
     if pairs := [(item, *pair) for item in items for pair in combinations(item.votes.values(), 2)]:
         rows["judge and one person"] = [(item, one, vote) for item, one in voted for vote in item.votes.values()]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from alignment.errors import UserError, raise_all
-from alignment.evaluation.regression import Estimate, check_clusters, fit_outcomes, refuse_collinear
+from alignment.evaluation.regression import Estimate, Fit, check_clusters, fit_outcomes, refuse_collinear
 from alignment.evaluation.winrate import Z_95, clustered_error
 
 FEWEST_ROWS = 10
@@ -75,20 +75,25 @@ def length_controlled_win_rate(
     beliefs = np.array([(0.0, math.inf), *((prior or {}).get(name, (0.0, math.inf)) for name in features)])
     precision = np.diag(beliefs[:, 1] ** -2)
     fit = fit_outcomes(csr_array(design), outcomes, precision, center=beliefs[:, 0], contradictory=contradictory)
-    equal = design * (np.arange(design.shape[1]) != 1)
-    coefficients = fit.coefficients[:-1]
-    chances = expit(equal @ coefficients)
-    # n times the derivative of the rate by the coefficients
-    slope = np.append(equal.T @ (chances * (1 - chances)), 0.0)
-    share = fit.inverse @ slope
-    tosses = 4 * float(((fit.coins @ share) ** 2).sum())
-    rate = float(chances.mean())
-    error, _ = clustered_error(chances + fit.scores @ share, clusters, tosses=tosses)
+    rate, error = _rate_and_error(design, fit, clusters)
     if error == 0:
         raise UserError("preferences: all are ties, or the clusters do not differ: the error of a rate is not known")
     half = Z_95 * error / (rate * (1 - rate))
     low, high = (float(expit(logit(rate) + side)) for side in (-half, half))
     return LengthControlledRate(rate, low, high, len(outcomes), error, fit.estimates(clusters)[1])
+
+
+def _rate_and_error(design: np.ndarray, fit: Fit, clusters: Sequence[Hashable] | None) -> tuple[float, float]:
+    """The mean chance with the lengths, the second column of the design, at 0; its cluster-robust standard error."""
+    from scipy.special import expit
+
+    equal = design * (np.arange(design.shape[1]) != 1)
+    chances = expit(equal @ fit.coefficients[:-1])
+    slope = np.append(equal.T @ (chances * (1 - chances)), 0.0)  # n times the derivative of the rate
+    share = fit.inverse @ slope
+    tosses = 4 * float(((fit.coins @ share) ** 2).sum())
+    error, _ = clustered_error(chances + fit.scores @ share, clusters, tosses=tosses)
+    return float(chances.mean()), error
 
 
 def _relative_lengths(longer: np.ndarray) -> np.ndarray:

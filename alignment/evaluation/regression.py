@@ -141,12 +141,7 @@ def fit_outcomes(
         step = np.linalg.solve(information, columns.T @ ascent - precision @ (coefficients - middle))
         if np.abs(step).max() < 1e-9:
             tossed = np.array(list(contradictory) or [False] * n)
-            share = 1 / max(tossed.sum(), 1)
-            counted = diags_array(np.tile(np.where(tossed, share, 1.0), 2))
-            known = -(columns.T @ (counted @ weights @ columns)).toarray()
-            rows = csr_array((ascent * np.tile(~tossed, 2), (np.tile(np.arange(n), 2), np.arange(2 * n))))
-            coins = columns[:n][tossed] * (math.sqrt(share) / 2)  # half of what lies between a win and a loss
-            return Fit(coefficients, np.linalg.inv(precision + known), n, rows @ columns, coins, known)
+            return _fit_at(coefficients, precision, columns, weights, ascent=ascent, tossed=tossed)
         while not (nearer := evaluate(coefficients + step))[0] >= height - 1e-9:
             step = step / 2
         coefficients = coefficients + step
@@ -157,6 +152,30 @@ def fit_outcomes(
         "the outcomes have no finite fit: some of them follow without an error from the columns of the regression; "
         "take more rows, or leave a covariate out"
     )
+
+
+def _fit_at(
+    coefficients: np.ndarray,
+    precision: np.ndarray,
+    columns: "csr_array",
+    weights: "csr_array",
+    *,
+    ascent: np.ndarray,
+    tossed: np.ndarray,
+) -> Fit:
+    """The fit at the maximum, from the derivatives of the rows' log-probabilities there.
+
+    `tossed` [n] is True of the rows whose outcome is a toss of a coin.
+    """
+    from scipy.sparse import csr_array, diags_array
+
+    n = len(tossed)
+    share = 1 / max(tossed.sum(), 1)
+    counted = diags_array(np.tile(np.where(tossed, share, 1.0), 2))
+    known = -(columns.T @ (counted @ weights @ columns)).toarray()
+    rows = csr_array((ascent * np.tile(~tossed, 2), (np.tile(np.arange(n), 2), np.arange(2 * n))))
+    coins = columns[:n][tossed] * (math.sqrt(share) / 2)  # half of what lies between a win and a loss
+    return Fit(coefficients, np.linalg.inv(precision + known), n, rows @ columns, coins, known)
 
 
 def check_clusters(clusters: Sequence[Hashable] | None, columns: int, what: str) -> None:

@@ -92,8 +92,7 @@ def win_rate(
         apart = clustered_error(values, clusters)[0] > 0  # else each cluster counts as one item
         effective = min(spread / n / error**2, n) if apart else float(cluster_count)
     decided = (n - inconsistent) / n
-    # where nothing is known
-    low = 0.0
+    low = 0.0  # where nothing is known
     high = 1.0
     is_hard = all(verdict in (WIN, TIE, LOSS) for verdict in verdicts)
     if is_hard and decided:
@@ -103,18 +102,9 @@ def win_rate(
     elif error and not is_hard:
         low = max(rate - Z_95 * error, 0.0)
         high = min(rate + Z_95 * error, 1.0)
-    return WinRate(
-        rate,
-        low,
-        high,
-        n,
-        wins,
-        losses,
-        n - wins - losses,
-        error if cluster_count > 1 else None,
-        cluster_count,
-        effective,
-    )
+    ties = n - wins - losses
+    standard_error = error if cluster_count > 1 else None
+    return WinRate(rate, low, high, n, wins, losses, ties, standard_error, cluster_count, effective)
 
 
 def clustered_error(

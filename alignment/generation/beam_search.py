@@ -115,6 +115,15 @@ class _Beams(NamedTuple):
             column[prompts] = new
 
 
+def _require_beams(beams: int, vocabulary: int, stops: int) -> None:
+    """ValueError where fewer tokens of the vocabulary than beams do not end a response."""
+    if vocabulary - stops < beams:
+        raise ValueError(
+            f"{beams} beams begin with as many tokens that do not end a response, and of the vocabulary's {vocabulary} "
+            f"tokens {stops} end one; lower num_beams"
+        )
+
+
 def _search_group(
     model: Model,
     prompts: list[Sequence[int]],
@@ -132,11 +141,7 @@ def _search_group(
     stops = torch.tensor(sorted(stop_ids), dtype=torch.long, device=device)
     cache, logits, history = _prefill(model, prompts, steps, start_token)
     vocabulary = min(logits.shape[-1], known or logits.shape[-1])
-    if vocabulary - len(stops) < beams:
-        raise ValueError(
-            f"{beams} beams begin with as many tokens that do not end a response, and of the vocabulary's {vocabulary} "
-            f"tokens {len(stops)} end one; lower num_beams"
-        )
+    _require_beams(beams, vocabulary, len(stops))
     kept = min(max(2, 1 + len(stops)), vocabulary) * beams  # so many that at least K of them do not end
 
     hypotheses, running = (_Beams.none(count, beams, steps, device) for _ in range(2))

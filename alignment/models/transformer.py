@@ -167,8 +167,7 @@ class Transformer(nn.Module):
             cache: filled with the keys and values, for `step` to go on from; without gradient only.
             rows: cache row of each document, [B]; None: 0, 1, ...
             source: documents that an encoder read, one for each of the batch's; with a cache, for all of its rows.
-            select: keeps the tokens whose states are needed, [N, ...] -> [M, ...]; the last layer saves the others'
-                work.
+            select: keeps the needed tokens, [N, ...] -> [M, ...]; the last layer then computes no others.
 
         Returns:
             [N, D], or [M, D] of the selected tokens.

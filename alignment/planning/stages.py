@@ -145,15 +145,9 @@ def workload_of(config: StageConfig, near: Path | None = None) -> Workload:
         if config.holds_reference:
             networks = _with_reference(config, policy, 1 + updates, near)
         networks |= scoring
-        return Workload(
-            networks,
-            "prompts",
-            2,
-            config.responses_per_prompt,
-            config.minibatches,
-            asked=_asked(config, networks),
-            dropout=False,
-        )
+        asked = _asked(config, networks)
+        responses = config.responses_per_prompt
+        return Workload(networks, "prompts", 2, responses, config.minibatches, asked=asked, dropout=False)
     policy = Network(start, updates=config.epochs, forwards=2, adapter=config.adapter)
     networks = _with_reference(config, policy, 1, near)
     if config.has_value_model and not config.shares_trunk:

@@ -47,8 +47,8 @@ def add_advantages(
         kl_coef: penalty per token.
         reduce: adds a tensor over all ranks, for whitening.
 
-    Source: Ouyang et al. 2022, arXiv:2203.02155, eq. 2; GAE Schulman et al. 2016, arXiv:1506.02438, eq. 16; the others: see
-    `alignment.losses.policy`.
+    Source: Ouyang et al. 2022, arXiv:2203.02155, eq. 2; GAE Schulman et al. 2016, arXiv:1506.02438, eq. 16; the others:
+    see `alignment.losses.policy`.
     """
     assert rollout.reference_log_probs is not None
     mask = rollout.learned_mask

@@ -126,10 +126,8 @@ def write_report(
 ) -> Path:
     """Write a self-contained HTML page and return its path. All text is escaped, and the page runs no script.
 
-    Empty parts are left out.
-
     Args:
-        summary: begins with the sentence that says who won.
+        summary: begins with the sentence that says who won; like all parts it may be empty, and is then left out.
         verdicts: more such sentences, as a list.
         tables: caption -> rows.
         samples: `{prompt, responses: {policy: {text, score}}}`; a prompt: text or messages.

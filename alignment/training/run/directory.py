@@ -83,14 +83,12 @@ class Run:
         self._board: Any = None  # TensorBoard's files
         self._trackers: list[Any] = []
         self._failing: list[str] = []  # names of trackers that have failed
-        # the first step of this start; when progress was shown
-        self._first = 0
-        self._shown = 0.0
+        self._first = 0  # step of this start
+        self._shown = 0.0  # when progress was shown
         self._resources = ExitStack()  # lock, trackers, signal handlers: each is released even if another one fails
         self._clock = time.perf_counter()
-        training = config.get("training", {})
-        trackers = training.get("trackers", [])
-        check_trackers(trackers, training.get("tracking", {}))
+        trackers = config.get("training", {}).get("trackers", [])
+        check_trackers(trackers, config.get("training", {}).get("tracking", {}))
         if trackers:
             init_distributed()  # Accelerate's trackers need its state; a collective operation
         if self.is_main:
