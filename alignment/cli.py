@@ -230,7 +230,7 @@ def add_evaluation(command: str, stage: str, help_text: str) -> None:
 
     @evaluate.command(command, help=help_text, cls=ConfigCommand, context_settings={"obj": stage})
     def run_evaluation(config: ConfigName, overrides: Overrides = None) -> None:
-        from alignment.evaluation.inputs import refuse_other_results
+        from alignment.judging.inputs import refuse_other_results
 
         with open_stage(stage, config, overrides) as (run, checked):
             check_output(Path(checked.output) / "results.json")
@@ -248,7 +248,7 @@ def add_evaluation(command: str, stage: str, help_text: str) -> None:
                 results = run(checked)
             show_result(results, checked.output)
         if stage == "winrate":
-            from alignment.evaluation.report.recipe_report import print_results
+            from alignment.reports.recipe_report import print_results
 
             print_results(json.loads(results.read_text(encoding="utf-8")))
         if stage == "benchmarks":
@@ -444,7 +444,7 @@ def label(
 ) -> None:
     """Serve a page, on this machine only, on which people judge responses; or read their labels."""
     from alignment.commands.label import serve_labels, write_labels
-    from alignment.evaluation.labels import LabelSession, agreement_lines, read_questions
+    from alignment.judging.labels import LabelSession, agreement_lines, read_questions
 
     marks = [mark.strip() for mark in flags.split(",") if mark.strip()]
     items = read_questions(file)
@@ -726,8 +726,8 @@ def doctor(
         if as_json:
             raise UserError("--json goes with --run DIR")
         return print("\n".join(examine()))
-    from alignment.evaluation.diagnosis import diagnose, report_json, report_lines
-    from alignment.evaluation.run_log import read_run_log
+    from alignment.reports.diagnosis import diagnose, report_json, report_lines
+    from alignment.reports.run_log import read_run_log
 
     log = read_run_log(run)
     if as_json:
@@ -745,7 +745,7 @@ def report(
     output: Annotated[str, typer.Option(metavar="FILE", help="HTML file to write.")] = "report.html",
 ) -> None:
     """Write a page on a run, or on several side by side: the settings that differ, and which one is better."""
-    from alignment.evaluation.report.comparison import write_comparison
+    from alignment.reports.comparison import write_comparison
 
     print(write_comparison([Path(run) for run in runs], Path(output)))
 

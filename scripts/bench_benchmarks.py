@@ -33,9 +33,9 @@ from lm_eval.tasks import TaskManager
 from alignment.config.load import data_folder, packaged_folder
 from alignment.errors import UserError
 from alignment.evaluation.benchmarks.figures import measure, task_figures
-from alignment.evaluation.benchmarks.likelihood import LanguageScorer
 from alignment.evaluation.benchmarks.tasks import LoadedBenchmark, read_task
 from alignment.generation import SamplingConfig
+from alignment.judging.likelihood import LanguageScorer
 from alignment.loading import load_model, load_tokenizer
 from alignment.pipeline.stages import load_stage_file
 

@@ -14,7 +14,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from alignment.evaluation.report.charts import MUTED, SERIES, STYLE, inline_svg
+from alignment.reports.charts import MUTED, SERIES, STYLE, inline_svg
 
 PICTURE = Path(__file__).parent.parent / "docs" / "pictures" / "overoptimization.svg"
 LABEL = (

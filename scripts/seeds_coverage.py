@@ -20,7 +20,7 @@ import numpy as np
 from scipy.optimize import brentq
 from scipy.special import expit, logit, ndtr, ndtri, stdtrit
 
-from alignment.evaluation import seeds
+from alignment.statistics import seeds
 
 SEEDS = (3, 5, 10)
 PROMPTS = (100, 300, 1000)

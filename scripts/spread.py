@@ -23,9 +23,9 @@ import numpy as np
 from alignment.data.rows.files import json_line_rows
 from alignment.errors import UserError
 from alignment.evaluation import SeedsWinRate, merge_orders, read_judgments, seeds_win_rate, win_rate
-from alignment.evaluation.seeds import crossed_interval
 from alignment.files import hash_of, write_json
 from alignment.pipeline.recipe import flatten_numbers, read_json, read_metric
+from alignment.statistics.seeds import crossed_interval
 
 POLICY = ("win_rate", "gold", "proxy", "kl", "language_loss", "response_tokens", "ended_share")
 Line = Literal["first", "last", "max"]

@@ -13,8 +13,8 @@ from alignment.data.tokenize import EQUAL
 from alignment.data.tokenizers.tokenizer import save_tokenizer
 from alignment.data.tokenizers.train import train_wordpiece
 from alignment.errors import UserError
-from alignment.evaluation.responses import ResponseScorer
 from alignment.generation import Generation
+from alignment.judging.responses import ResponseScorer
 from alignment.models.weights_config import WeightsConfig
 from tests.examples import prompt_example
 

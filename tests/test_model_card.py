@@ -9,10 +9,10 @@ import yaml
 from huggingface_hub import ModelCard
 
 import alignment
-from alignment.evaluation.report import model_card
-from alignment.evaluation.report.model_card import card_text, shortened
 from alignment.files import CARD
 from alignment.pipeline.stages import write_card_of
+from alignment.reports import model_card
+from alignment.reports.model_card import card_text, shortened
 from alignment.training.run.lineage import directory_hash
 from tests.conftest import read_lines
 

@@ -19,7 +19,6 @@ from alignment.adapters.files import is_adapter, is_scalar_adapter
 from alignment.analysis.attention import attention_maps, encoder_decoder_attention_maps
 from alignment.data.tokenizers.tokenizer import Tokenizer, check_vocabulary, known_tokens
 from alignment.errors import UserError, raise_all
-from alignment.evaluation.report.html import numbers_of, render_page
 from alignment.files import write_figures
 from alignment.generation import SamplingConfig, decode_responses
 from alignment.loading import find_directory, load_model, load_tokenizer
@@ -28,6 +27,7 @@ from alignment.models.huggingface.checkpoint import load_pretrained
 from alignment.models.model import Model, start_token_of
 from alignment.models.outputs import check_numbers
 from alignment.models.safetensors_files import read_config
+from alignment.reports.html import numbers_of, render_page
 from alignment.reward_model import load_reward_network
 
 TEMPLATES = Path(__file__).parent / "templates"

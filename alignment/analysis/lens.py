@@ -16,7 +16,6 @@ from alignment.analysis.attention import hooked
 from alignment.analysis.inspection import encoded, shown, write_texts
 from alignment.data.tokenizers.tokenizer import check_vocabulary
 from alignment.errors import UserError
-from alignment.evaluation.report.html import numbers_of
 from alignment.loading import load_model, load_tokenizer
 from alignment.models.encoder_decoder import Seq2SeqModel
 from alignment.models.external.models import ExternalModel
@@ -25,6 +24,7 @@ from alignment.models.model import Model, evaluation_mode, start_token_of
 from alignment.models.native_model import NativeModel
 from alignment.models.outputs import check_numbers
 from alignment.ragged import Ragged
+from alignment.reports.html import numbers_of
 
 
 @torch.no_grad()

@@ -18,10 +18,8 @@ from alignment.data.config import DataConfig
 from alignment.data.tasks import LabeledExamples, TaskFormat, prepare_labeled
 from alignment.data.tokenizers.tokenizer import Tokenizer, check_vocabulary
 from alignment.errors import UserError
-from alignment.evaluation.inputs import print_tally, refuse_mixture
-from alignment.evaluation.report.html import Chart, Section, numbers_of, render_page, with_interval
-from alignment.evaluation.winrate import accuracy_gain, win_rate
 from alignment.files import hash_of, write_figures
+from alignment.judging.inputs import print_tally, refuse_mixture
 from alignment.loading import architecture_of, best_device, load_tokenizer
 from alignment.losses.language import IGNORED
 from alignment.models.classifiers import pooled
@@ -29,6 +27,8 @@ from alignment.models.heads import Pooling
 from alignment.models.model import Model, check_lengths
 from alignment.models.outputs import check_numbers
 from alignment.ragged import Ragged, fill_groups
+from alignment.reports.html import Chart, Section, numbers_of, render_page, with_interval
+from alignment.statistics.winrate import accuracy_gain, win_rate
 
 BATCH_TOKENS = 4096  # of one forward, whose states of all layers are held at once
 LayerFigures = Mapping[str, Mapping[str, float]]
@@ -241,7 +241,7 @@ def write_probe(
 
 
 def _section(layers: Sequence[LayerFigures], baselines: Mapping[str, float]) -> Section:
-    from alignment.evaluation.report.charts import Curve, curve_chart  # matplotlib, which no other look inside needs
+    from alignment.reports.charts import Curve, curve_chart  # matplotlib, which no other look inside needs
 
     rates = {
         "probe": [one["accuracy"]["rate"] for one in layers],

@@ -23,7 +23,6 @@ from alignment.data.text.chat import prompt_ids, response_ids
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
 from alignment.evaluation.behavior import class_names
-from alignment.evaluation.report.html import numbers_of
 from alignment.loading import Checkpoint, architecture_of, best_device, load_model, load_tokenizer
 from alignment.models.external.models import ExternalModel
 from alignment.models.families.family import num_labels
@@ -32,6 +31,7 @@ from alignment.models.model import Model, check_lengths
 from alignment.models.outputs import check_numbers
 from alignment.models.safetensors_files import read_config
 from alignment.ragged import Ragged
+from alignment.reports.html import numbers_of
 from alignment.reward_model import RewardModel, load_reward_model, member_count
 from alignment.reward_model.model import Encoded, batch_scores
 

@@ -7,8 +7,8 @@ from itertools import groupby
 from pathlib import Path
 from uuid import NAMESPACE_URL, uuid5
 
-from alignment.evaluation.labels import JSON, Label, LabelSession, name_in
 from alignment.files import write_json, write_json_lines
+from alignment.judging.labels import JSON, Label, LabelSession, name_in
 from alignment.serving.label_page import LabelServer
 from alignment.training.run.directory import lock
 

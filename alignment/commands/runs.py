@@ -13,7 +13,7 @@ from typing import Any
 
 from alignment.config.yaml_source import dotted
 from alignment.errors import UserError
-from alignment.evaluation.run_log import log_rows, read_stage_record
+from alignment.reports.run_log import log_rows, read_stage_record
 from alignment.settings import Key
 
 METRICS = ("held_out_accuracy", "accuracy", "score", "kl", "held_out_loss", "loss")  # the first two of a run are shown

@@ -1,16 +1,16 @@
-"""Evaluation of models: win rates, ratings, judges, agreement, language-model loss. The HTML report is in report/."""
+"""Evaluation of models, one file a command. Figures are made in statistics/, judges in judging/, pages in reports/."""
 
-from alignment.evaluation.agreement import agreement, cohen_kappa, fleiss_kappa, krippendorff_alpha
-from alignment.evaluation.corrected import corrected_win_rate, labels_needed
-from alignment.evaluation.judge_config import EndpointConfig, JudgeConfig
-from alignment.evaluation.judges import Judge, JudgeResult, build_judge, compare, longer_judge, score_judge
-from alignment.evaluation.judgments import Judgment, read_judgments
 from alignment.evaluation.language_loss import LanguageLoss, language_loss
-from alignment.evaluation.length_control import LengthControlledRate, length_controlled_win_rate
-from alignment.evaluation.people_judge import file_judge, write_annotation_form
-from alignment.evaluation.ratings import Ratings, bradley_terry_ratings, elo_ratings
-from alignment.evaluation.seeds import SeedsWinRate, seeds_win_rate
-from alignment.evaluation.winrate import WinRate, detectable_difference, holm, merge_orders, sign_test, win_rate
+from alignment.judging.config import EndpointConfig, JudgeConfig
+from alignment.judging.judges import Judge, JudgeResult, build_judge, compare, longer_judge, score_judge
+from alignment.judging.judgments import Judgment, read_judgments
+from alignment.judging.people_judge import file_judge, write_annotation_form
+from alignment.statistics.agreement import agreement, cohen_kappa, fleiss_kappa, krippendorff_alpha
+from alignment.statistics.corrected import corrected_win_rate, labels_needed
+from alignment.statistics.length_control import LengthControlledRate, length_controlled_win_rate
+from alignment.statistics.ratings import Ratings, bradley_terry_ratings, elo_ratings
+from alignment.statistics.seeds import SeedsWinRate, seeds_win_rate
+from alignment.statistics.winrate import WinRate, detectable_difference, holm, merge_orders, sign_test, win_rate
 
 __all__ = [
     "EndpointConfig",

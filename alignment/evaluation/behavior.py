@@ -20,18 +20,17 @@ from alignment.evaluation.behavior_cases import (
     judge_case,
     read_cases,
 )
-from alignment.evaluation.benchmarks.likelihood import LanguageScorer
-from alignment.evaluation.inputs import print_tally
-from alignment.evaluation.report.html import Row, Section, render_page
-from alignment.evaluation.winrate import win_rate
 from alignment.files import write_figures
 from alignment.generation import SamplingConfig
+from alignment.judging.inputs import print_tally
+from alignment.judging.likelihood import LanguageScorer
 from alignment.loading import best_device, find_directory, load_model, load_tokenizer, torch_dtype
 from alignment.models.families.family import num_labels
 from alignment.models.huggingface.checkpoint import load_pretrained
 from alignment.models.outputs import check_numbers
 from alignment.models.safetensors_files import HFConfig, read_config
 from alignment.models.weights_config import WeightsConfig
+from alignment.reports.html import Row, Section, render_page
 from alignment.reward_model import load_reward_model
 from alignment.reward_model.model import Encoded, score_encoded
 from alignment.settings import (
@@ -43,6 +42,7 @@ from alignment.settings import (
     compile_pattern,
     refusal,
 )
+from alignment.statistics.winrate import win_rate
 
 DECLINED = r"(?:help|assist|provide|answer|give|share|tell|do|comply|offer|create|write|discuss|support|explain|advise)"
 REFUSALS = "(?i)" + "|".join(
@@ -133,7 +133,7 @@ class BehaviorConfig(Settings):
 
 def run(config: BehaviorConfig) -> Path:
     """Run the tests and return `results.json`: the share of failed cases, with its interval, by test and capability."""
-    from alignment.evaluation.report.recipe_report import print_table  # matplotlib, which --help does not need
+    from alignment.reports.recipe_report import print_table  # matplotlib, which --help does not need
 
     cases = read_cases(config.tests, config.expectations)
     output = Path(config.output)

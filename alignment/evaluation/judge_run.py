@@ -15,7 +15,16 @@ from annotated_types import Interval
 
 from alignment.data.rows.files import SUFFIXES
 from alignment.errors import UserError, raise_all
-from alignment.evaluation.agreement import (
+from alignment.files import write_figures
+from alignment.judging.config import JudgeConfig
+from alignment.judging.faults import judgment_figures
+from alignment.judging.inputs import check_hotel_prompts
+from alignment.judging.judges import Judge, JudgeResult, build_judge, compare, longer_judge
+from alignment.judging.labeled_items import Items, LabelColumns, LabeledItem, add_items
+from alignment.judging.logged_judge import LoggedJudge
+from alignment.reports.html import Section, format_cell, format_share, render_page, table_of
+from alignment.reports.recipe_report import print_table
+from alignment.statistics.agreement import (
     Figures,
     Level,
     cohen_kappa,
@@ -24,17 +33,8 @@ from alignment.evaluation.agreement import (
     mean_figures,
     vote_agreement,
 )
-from alignment.evaluation.corrected import MIN_LABELS, corrected_win_rate, labels_needed
-from alignment.evaluation.inputs import check_hotel_prompts
-from alignment.evaluation.judge_config import JudgeConfig
-from alignment.evaluation.judge_faults import judgment_figures
-from alignment.evaluation.judges import Judge, JudgeResult, build_judge, compare, longer_judge
-from alignment.evaluation.labeled_items import Items, LabelColumns, LabeledItem, add_items
-from alignment.evaluation.logged_judge import LoggedJudge
-from alignment.evaluation.report.html import Section, format_cell, format_share, render_page, table_of
-from alignment.evaluation.report.recipe_report import print_table
-from alignment.evaluation.winrate import TIE, Verdict
-from alignment.files import write_figures
+from alignment.statistics.corrected import MIN_LABELS, corrected_win_rate, labels_needed
+from alignment.statistics.winrate import TIE, Verdict
 from alignment.training.run.directory import locked
 
 # items and the judge's verdicts for the first response, both orders merged

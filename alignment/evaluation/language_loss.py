@@ -13,8 +13,8 @@ from alignment.data.config import DataConfig
 from alignment.data.rows.records import Text
 from alignment.data.tokenize import tokenize_texts
 from alignment.errors import UserError
-from alignment.evaluation.inputs import print_tally, read_records
 from alignment.files import write_figures
+from alignment.judging.inputs import print_tally, read_records
 from alignment.loading import architecture_of, best_device, load_model, load_tokenizer
 from alignment.models.model import Model, evaluation_mode, start_token_of
 from alignment.models.outputs import check_numbers

@@ -12,20 +12,20 @@ from typing import Any, Literal, NamedTuple
 from alignment.data.rows.files import json_line_rows
 from alignment.data.rows.records import Prompt
 from alignment.errors import UserError, raise_all
-from alignment.evaluation.judge_config import JudgeConfig
-from alignment.evaluation.judge_faults import judgment_figures, length_warnings, position_warnings
-from alignment.evaluation.judges import build_judge, compare
-from alignment.evaluation.judgments import Judgment
-from alignment.evaluation.labeled_items import LabelColumns, read_votes
-from alignment.evaluation.people_judge import PeopleJudge
-from alignment.evaluation.ratings import MEAN, Ratings, bradley_terry_ratings, elo_ratings
-from alignment.evaluation.regression import Ties
-from alignment.evaluation.report.charts import Bar, Chart, bar_chart
-from alignment.evaluation.report.html import Section, render_page
-from alignment.evaluation.report.recipe_report import print_table
-from alignment.evaluation.winrate import merge_orders
 from alignment.files import hash_of, write_figures
+from alignment.judging.config import JudgeConfig
+from alignment.judging.faults import judgment_figures, length_warnings, position_warnings
+from alignment.judging.judges import build_judge, compare
+from alignment.judging.judgments import Judgment
+from alignment.judging.labeled_items import LabelColumns, read_votes
+from alignment.judging.people_judge import PeopleJudge
+from alignment.reports.charts import Bar, Chart, bar_chart
+from alignment.reports.html import Section, render_page
+from alignment.reports.recipe_report import print_table
 from alignment.settings import NonNegativeInt, PositiveFloat, Rule, Settings
+from alignment.statistics.ratings import MEAN, Ratings, bradley_terry_ratings, elo_ratings
+from alignment.statistics.regression import Ties
+from alignment.statistics.winrate import merge_orders
 from alignment.training.run.directory import locked
 
 COLUMNS = {

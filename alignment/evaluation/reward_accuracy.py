@@ -1,6 +1,6 @@
 """Evaluation of a reward model on preferences: its accuracy, and its card (`alignment evaluate reward`).
 
-Its figures are in reward_card.py, the page in report/reward_page.py.
+Its figures are in reward_card.py, the page in reports/reward_page.py.
 """
 
 from collections.abc import Sequence
@@ -31,9 +31,21 @@ from alignment.data.rows.records import Comparison, Prompt, Ranking, Tally, repl
 from alignment.data.text.templates import with_chat_template
 from alignment.data.tokenize import EQUAL_IN_RANKING, tokenize_responses
 from alignment.errors import UserError, raise_all
-from alignment.evaluation.inputs import check_hotel_prompts, print_tally, read_records, refuse_mixture
-from alignment.evaluation.responses import sample_responses, score_responses
-from alignment.evaluation.reward_card import (
+from alignment.files import write_figures
+from alignment.generation import SamplingConfig
+from alignment.hotel_world.gold import gold_score
+from alignment.judging.inputs import check_hotel_prompts, print_tally, read_records, refuse_mixture
+from alignment.judging.responses import sample_responses, score_responses
+from alignment.loading import architecture_of, best_device, find_directory
+from alignment.models.encoder_decoder import DocumentClassifier
+from alignment.models.model import check_lengths
+from alignment.models.outputs import check_numbers
+from alignment.models.weights_config import WeightsConfig
+from alignment.reward_model import RewardModel, load_reward_model
+from alignment.reward_model.model import AdapterEnsemble, Encoded, score_encoded
+from alignment.rewards.selection import powers_of_two
+from alignment.settings import NonNegativeInt, PositiveFloat, PositiveInt, Rule, Settings
+from alignment.statistics.reward_card import (
     Figures,
     ScoredGroup,
     accuracy_figures,
@@ -44,19 +56,7 @@ from alignment.evaluation.reward_card import (
     reliability,
     score_changes,
 )
-from alignment.evaluation.winrate import win_rate
-from alignment.files import write_figures
-from alignment.generation import SamplingConfig
-from alignment.hotel_world.gold import gold_score
-from alignment.loading import architecture_of, best_device, find_directory
-from alignment.models.encoder_decoder import DocumentClassifier
-from alignment.models.model import check_lengths
-from alignment.models.outputs import check_numbers
-from alignment.models.weights_config import WeightsConfig
-from alignment.reward_model import RewardModel, load_reward_model
-from alignment.reward_model.model import AdapterEnsemble, Encoded, score_encoded
-from alignment.rewards.selection import powers_of_two
-from alignment.settings import NonNegativeInt, PositiveFloat, PositiveInt, Rule, Settings
+from alignment.statistics.winrate import win_rate
 
 Preference = Comparison | Ranking
 PADDED_ROWS = 8  # of a padded batch, in the order of the rows, so that lengths differ
@@ -133,7 +133,7 @@ class RewardEvalConfig(Settings):
 
 def run(config: RewardEvalConfig) -> Path:
     """A reward model's accuracy with its 95 % interval, ties counting half, that of the longer response, and a card."""
-    from alignment.evaluation.report.reward_page import write_reward_page  # matplotlib, which --help does not need
+    from alignment.reports.reward_page import write_reward_page  # matplotlib, which --help does not need
 
     output = Path(config.output)
     sources, tally = read_preferences(config.data)

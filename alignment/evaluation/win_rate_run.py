@@ -10,10 +10,11 @@ import torch
 
 from alignment.data.rows.records import Comparison, Prompt, Text
 from alignment.errors import UserError
-from alignment.evaluation.corrected import MIN_LABELS, corrected_by_people
-from alignment.evaluation.inputs import check_hotel_prompts, print_tally, read_records
-from alignment.evaluation.judge_config import BestOfConfig, WinRateConfig
-from alignment.evaluation.judge_faults import (
+from alignment.evaluation.language_loss import compare_pairs, loss_on_rows, masked_log_probs, pair_log_probs
+from alignment.files import write_figures
+from alignment.generation import Generation
+from alignment.judging.config import BestOfConfig, WinRateConfig
+from alignment.judging.faults import (
     comparison_figures,
     judgment_figures,
     length_warnings,
@@ -21,17 +22,16 @@ from alignment.evaluation.judge_faults import (
     position_warnings,
     rate_over_seeds,
 )
-from alignment.evaluation.judges import build_judge, compare, gold_scores, score_judge
-from alignment.evaluation.language_loss import compare_pairs, loss_on_rows, masked_log_probs, pair_log_probs
-from alignment.evaluation.logged_judge import LoggedJudge
-from alignment.evaluation.people_judge import PeopleJudge, write_annotation_form
-from alignment.evaluation.responses import Responses, ResponseScorer, note_form, sample_or_read
-from alignment.evaluation.winrate import holm, mean_interval
-from alignment.files import write_figures
-from alignment.generation import Generation
+from alignment.judging.inputs import check_hotel_prompts, print_tally, read_records
+from alignment.judging.judges import build_judge, compare, gold_scores, score_judge
+from alignment.judging.logged_judge import LoggedJudge
+from alignment.judging.people_judge import PeopleJudge, corrected_by_people, write_annotation_form
+from alignment.judging.responses import Responses, ResponseScorer, note_form, sample_or_read
 from alignment.loading import best_device, find_directory, load_model, load_tokenizer, preparation_for, same_vocabulary
 from alignment.models.outputs import check_numbers
 from alignment.rewards.selection import kl_bound
+from alignment.statistics.corrected import MIN_LABELS
+from alignment.statistics.winrate import holm, mean_interval
 from alignment.training.loop import ENDED
 from alignment.training.run.directory import locked
 from alignment.training.run.lineage import parent_hashes

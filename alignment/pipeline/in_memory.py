@@ -19,11 +19,11 @@ from alignment.config.load import build
 from alignment.config.yaml_source import SourcedYaml
 from alignment.data.rows.files import from_arrow, own_keys
 from alignment.errors import UserError, raise_all
-from alignment.evaluation.inputs import refuse_other_results
-from alignment.evaluation.run_log import read_log_rows
 from alignment.files import read_json_object, write_text
+from alignment.judging.inputs import refuse_other_results
 from alignment.loading import load_model
 from alignment.pipeline.stages import find_stage, missing_data, with_micro_batch, write_card_of
+from alignment.reports.run_log import read_log_rows
 from alignment.reward_model import load_reward_model
 from alignment.rewards.functions import with_names
 from alignment.training.distributed import launched_rank, propagate_failures

@@ -31,7 +31,7 @@ STAGES = {  # verb: "module:function"; the function takes the stage's config, wh
     "language": "alignment.evaluation.language_loss:run",
     "behavior": "alignment.evaluation.behavior:run",
     "benchmarks": "alignment.evaluation.benchmarks.run:run",
-    "report": "alignment.evaluation.report.recipe_report:run",
+    "report": "alignment.reports.recipe_report:run",
 }
 
 
@@ -82,11 +82,11 @@ def with_micro_batch(config: Any) -> Any:
 def write_page(directory: Path) -> None:
     """Write a training run's `report.html` and the card of its model; nothing for a stage that logged no metrics."""
     if (directory / "metrics.jsonl").is_file():
-        importlib.import_module("alignment.evaluation.report.page").write_run_report(directory)
+        importlib.import_module("alignment.reports.page").write_run_report(directory)
         write_card_of(directory)
 
 
 def write_card_of(directory: Path) -> None:
     """Write the card of the model in a training run's directory, where a stage of `STAGES` has written one."""
     if (directory / "model").is_dir() and read_json_object(directory / "lineage.json")["stage"] in STAGES:
-        importlib.import_module("alignment.evaluation.report.model_card").write_card(directory)
+        importlib.import_module("alignment.reports.model_card").write_card(directory)

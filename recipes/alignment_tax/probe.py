@@ -15,7 +15,7 @@ from alignment.analysis.probe import prepare_parts, probe_outcomes, read_probe_r
 from alignment.data.config import DataConfig
 from alignment.data.tasks import LabeledExamples
 from alignment.errors import raise_all
-from alignment.evaluation.winrate import accuracy_gain, win_rate
+from alignment.statistics.winrate import accuracy_gain, win_rate
 from alignment.files import write_json, write_text
 from alignment.hotel_world.datasets import FOLDS, generate_rows
 from alignment.hotel_world.grammar import CLAIM, find_claims, fold

@@ -17,9 +17,9 @@ from markupsafe import Markup
 from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullLocator, PercentFormatter
 
 from alignment.errors import raise_all
-from alignment.evaluation.report.charts import INK, SERIES, STYLE, Curve, empty_figure, inline_svg, label_list
-from alignment.evaluation.report.html import Chart, Section, format_cell, render_page
-from alignment.evaluation.winrate import mean_interval
+from alignment.reports.charts import INK, SERIES, STYLE, Curve, empty_figure, inline_svg, label_list
+from alignment.reports.html import Chart, Section, format_cell, render_page
+from alignment.statistics.winrate import mean_interval
 from alignment.files import read_json_object, write_json
 from alignment.loading import load_model
 from alignment.planning.networks import parameter_count

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from alignment.evaluation.winrate import win_rate
+from alignment.statistics.winrate import win_rate
 from alignment.files import write_json
 from alignment.models.build import build_language_model
 from alignment.models.outputs import from_padded

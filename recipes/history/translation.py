@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from alignment.evaluation.winrate import win_rate
+from alignment.statistics.winrate import win_rate
 from alignment.files import write_json
 from alignment.pipeline.stages import load_stage_file
 from alignment.settings import NonNegativeInt, PositiveFloat, PositiveInt, Settings

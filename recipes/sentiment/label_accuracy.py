@@ -8,8 +8,8 @@ from torch import Tensor
 
 from alignment.data.config import DataConfig
 from alignment.errors import raise_all
-from alignment.evaluation.inputs import read_records
-from alignment.evaluation.winrate import win_rate
+from alignment.judging.inputs import read_records
+from alignment.statistics.winrate import win_rate
 from alignment.files import write_json
 from alignment.loading import best_device
 from alignment.models.weights_config import WeightsConfig

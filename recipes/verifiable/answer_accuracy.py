@@ -6,9 +6,9 @@ from pathlib import Path
 from alignment.data.config import DataConfig
 from alignment.data.rows.records import Prompt
 from alignment.errors import raise_all
-from alignment.evaluation.inputs import read_records
-from alignment.evaluation.responses import sample_responses
-from alignment.evaluation.winrate import accuracy_gain, win_rate
+from alignment.judging.inputs import read_records
+from alignment.judging.responses import sample_responses
+from alignment.statistics.winrate import accuracy_gain, win_rate
 from alignment.files import write_json
 from alignment.generation import SamplingConfig
 from alignment.loading import find_directory

@@ -61,8 +61,8 @@ def test_a_mixture_of_three_to_one_is_learned_from_both_sources(sources, checkpo
 
 
 def test_the_report_shows_the_sources(sources, checkpoints, ran, tmp_path):
-    from alignment.evaluation.report.page import further_panels, source_table, write_run_report
-    from alignment.evaluation.run_log import read_log_rows
+    from alignment.reports.page import further_panels, source_table, write_run_report
+    from alignment.reports.run_log import read_log_rows
 
     training = TrainingConfig(batch_size=8, max_steps=2)
     ran("sft", checkpoints["llama"], tmp_path, data=mixture(sources), training=training)

@@ -174,7 +174,7 @@ def test_a_judge_that_breaks_its_word_is_named(tokenizer, judge, problem):
 def test_a_judge_that_is_not_there_is_named_and_packaged_judges_serve():
     with pytest.raises(UserError, match="judge: 'nowhere:judge' was not found"):
         load_own("nowhere:judge", "judge:")
-    assert load_own("alignment.evaluation.judges:longer_judge", "judge:")([None], ["long"], ["s"]) == [1.0]
+    assert load_own("alignment.judging.judges:longer_judge", "judge:")([None], ["long"], ["s"]) == [1.0]
 
 
 # Runs

@@ -18,7 +18,7 @@ from alignment.training import OptimConfig, TrainingConfig
 from tests.stopping import assert_goes_on, run_stopped
 
 LORA = LoRASpec(rank=2, dropout=0.1)
-JUDGE = "alignment.evaluation.judges:longer_judge"
+JUDGE = "alignment.judging.judges:longer_judge"
 
 
 @pytest.fixture
@@ -125,7 +125,7 @@ def test_another_function_under_the_same_name_is_no_resume(key, stage, make_stag
     kind, key = key.split()
     module = tmp_path / f"own_{kind}_{key[:5]}.py"
     module.write_text(
-        "from alignment.evaluation.judges import longer_judge as judge\n"
+        "from alignment.judging.judges import longer_judge as judge\n"
         "def score(prompts, responses):\n    return [float(len(text)) for text in responses]\n"
     )
     monkeypatch.syspath_prepend(tmp_path)

@@ -92,7 +92,7 @@ def test_a_resumed_run_with_noise_average_and_early_stopping_is_the_same_to_the_
 
 
 def test_samples_are_written_at_each_evaluation_shown_in_the_report_and_change_no_number(sft, read_metrics):
-    from alignment.evaluation.report.page import write_run_report
+    from alignment.reports.page import write_run_report
 
     without = sft("without", neftune_alpha=5.0)
     with_samples = sft("with", neftune_alpha=5.0, samples=SamplesConfig(prompts=2, max_new_tokens=6))

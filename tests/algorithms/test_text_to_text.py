@@ -24,10 +24,10 @@ from alignment.data.tokenizers.train import byte_tokenizer, wrap
 from alignment.errors import UserError
 from alignment.evaluation import win_rate_run
 from alignment.evaluation.benchmarks import run as benchmarks
-from alignment.evaluation.benchmarks.likelihood import LanguageScorer
 from alignment.evaluation.benchmarks.run import BenchmarksConfig
-from alignment.evaluation.judge_config import WinRateConfig
 from alignment.generation import SamplingConfig, generate
+from alignment.judging.config import WinRateConfig
+from alignment.judging.likelihood import LanguageScorer
 from alignment.loading import load_model, load_tokenizer
 from alignment.models.build import build_language_model
 from alignment.models.huggingface.checkpoint import save_model

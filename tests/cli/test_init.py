@@ -16,7 +16,7 @@ from alignment.config.load import load_config
 from alignment.data.config import DataConfig
 from alignment.data.prepare import prepare
 from alignment.errors import UserError
-from alignment.evaluation.inputs import read_records
+from alignment.judging.inputs import read_records
 from alignment.loading import load_tokenizer
 from alignment.pipeline.stages import find_stage
 from alignment.planning.layout import Device

@@ -16,7 +16,7 @@ from alignment.algorithms.pretrain import DistillationConfig, Masked, SentencePa
 from alignment.algorithms.reward_networks import EnsembleConfig
 from alignment.data.config import DataConfig
 from alignment.data.pretraining.corruption import Masking
-from alignment.evaluation.diagnosis import symptoms_of
+from alignment.reports.diagnosis import symptoms_of
 from alignment.rewards import LengthSpec, RewardSpec
 from alignment.training import TrainingConfig
 from alignment.training.loop import ENDED, ENTROPY_LEFT, REPETITION

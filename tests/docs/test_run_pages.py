@@ -8,8 +8,8 @@ import pytest
 
 from alignment import cli
 from alignment.config.load import KEYS_OF_OTHER_LIBRARIES, NEEDLESS, has_key
-from alignment.evaluation.diagnosis import OVERFLOW_ADVICE, SYMPTOMS
 from alignment.pipeline.stages import STAGES, find_stage
+from alignment.reports.diagnosis import OVERFLOW_ADVICE, SYMPTOMS
 
 PAGES = Path(__file__).parents[2] / "docs/run"
 ADVICE = {"not finite": OVERFLOW_ADVICE, **{symptom.name: symptom.advice for symptom in SYMPTOMS}}

@@ -28,12 +28,12 @@ from alignment.evaluation.benchmarks.figures import (
     task_figures,
     toxicity_classifier,
 )
-from alignment.evaluation.benchmarks.likelihood import LanguageScorer, Likelihood
 from alignment.evaluation.benchmarks.run import BenchmarksConfig, print_benchmarks, task_results
 from alignment.evaluation.benchmarks.tasks import detokenize, read_task
-from alignment.evaluation.report.recipe_report import benchmark_section
-from alignment.evaluation.winrate import accuracy_gain, win_rate
+from alignment.judging.likelihood import LanguageScorer, Likelihood
 from alignment.loading import load_model, load_tokenizer
+from alignment.reports.recipe_report import benchmark_section
+from alignment.statistics.winrate import accuracy_gain, win_rate
 
 CHOICES = {
     "kind": "multiple_choice",

@@ -21,19 +21,19 @@ from alignment.data.tokenizers.tokenizer import save_tokenizer
 from alignment.data.tokenizers.train import train_bpe
 from alignment.errors import UserError
 from alignment.evaluation import EndpointConfig, JudgeConfig, build_judge, judge_run, ratings_run, read_judgments
-from alignment.evaluation import responses as sampling
 from alignment.evaluation import win_rate_run as evaluation
-from alignment.evaluation.judge_faults import parent_warnings
 from alignment.evaluation.judge_run import JudgeEvalConfig
 from alignment.evaluation.ratings_run import RatingsConfig
-from alignment.evaluation.report.html import format_cell
-from alignment.evaluation.report.recipe_report import summary_rows
 from alignment.evaluation.win_rate_run import BestOfConfig, WinRateConfig
 from alignment.generation import Generation
 from alignment.hotel_world.datasets import generate_rows
+from alignment.judging import responses as sampling
+from alignment.judging.faults import parent_warnings
 from alignment.models.build import build_language_model, build_scalar_model
 from alignment.models.huggingface.checkpoint import save_model
 from alignment.models.weights_config import WeightsConfig
+from alignment.reports.html import format_cell
+from alignment.reports.recipe_report import summary_rows
 from alignment.reward_model import RewardModel, load_reward_model
 from alignment.serving.app import build_app
 from alignment.training.run.directory import lock

@@ -9,7 +9,7 @@ import pytest
 from alignment.cli import main
 from alignment.errors import UserError
 from alignment.evaluation.judge_run import JudgeEvalConfig, run
-from alignment.evaluation.labeled_items import LabelColumns, add_items
+from alignment.judging.labeled_items import LabelColumns, add_items
 from alignment.settings import refusal
 
 DATA = Path(os.environ.get("ALIGNMENT_DATA", Path(__file__).parents[2].parent / "shared" / "data"))

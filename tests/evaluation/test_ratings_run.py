@@ -10,10 +10,10 @@ import pytest
 from alignment.config.load import load_config
 from alignment.errors import UserError
 from alignment.evaluation import bradley_terry_ratings, ratings_run
-from alignment.evaluation.judges import _record
-from alignment.evaluation.judgments import RowLog
-from alignment.evaluation.labeled_items import LabelColumns, read_votes
 from alignment.evaluation.ratings_run import RatingsConfig, TournamentConfig, run
+from alignment.judging.judges import _record
+from alignment.judging.judgments import RowLog
+from alignment.judging.labeled_items import LabelColumns, read_votes
 
 VOTES = [
     ("a", "b", 1.0),

@@ -14,10 +14,10 @@ from alignment.algorithms.sft import SamplesConfig
 from alignment.commands import serve
 from alignment.data.config import DataConfig
 from alignment.data.rows.records import Prompt
-from alignment.evaluation.benchmarks.likelihood import LanguageScorer
-from alignment.evaluation.responses import sample_responses
 from alignment.generation import DecodingRequest, SamplingConfig, generate
 from alignment.generation.sampling import RowSampler
+from alignment.judging.likelihood import LanguageScorer
+from alignment.judging.responses import sample_responses
 from alignment.loading import load_model, load_tokenizer
 from alignment.models.weights_config import WeightsConfig
 from alignment.ragged import Ragged

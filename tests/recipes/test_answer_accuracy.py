@@ -8,9 +8,9 @@ import pytest
 from alignment.config.load import packaged_folder
 from alignment.data.config import DataConfig
 from alignment.errors import UserError
-from alignment.evaluation.winrate import accuracy_gain, win_rate
 from alignment.generation import Generation
 from alignment.pipeline.stages import load_stage_file
+from alignment.statistics.winrate import accuracy_gain, win_rate
 
 answer_accuracy: Any = load_stage_file(packaged_folder("recipes") / "verifiable/answer_accuracy.py")
 AnswerAccuracyConfig, run = answer_accuracy.AnswerAccuracyConfig, answer_accuracy.run

@@ -19,11 +19,12 @@ from alignment.commands.label import argilla_record, label_studio_task, serve_la
 from alignment.data.rows.read import read_rows
 from alignment.data.rows.records import Prompt
 from alignment.errors import UserError
-from alignment.evaluation import file_judge, labeled_items
-from alignment.evaluation.judgments import read_judgments
-from alignment.evaluation.labeled_items import Items, LabelColumns
-from alignment.evaluation.labels import LabelSession, agreement_lines, questions, read_questions
+from alignment.evaluation import file_judge
 from alignment.files import hash_of
+from alignment.judging import labeled_items
+from alignment.judging.judgments import read_judgments
+from alignment.judging.labeled_items import Items, LabelColumns
+from alignment.judging.labels import LabelSession, agreement_lines, questions, read_questions
 from alignment.serving.label_page import MOST_BYTES, LabelServer
 from alignment.training.run.directory import lock
 from tests.killing import run_killed
@@ -417,7 +418,7 @@ def test_a_full_disk_loses_no_answer(form, tmp_path, monkeypatch):
     with served(session) as server:
         found = ask(server, "/show", annotator="ann")
         with monkeypatch.context() as patch:
-            patch.setattr("alignment.evaluation.labels.sync", lambda path: (_ for _ in ()).throw(OSError(5, "no disk")))
+            patch.setattr("alignment.judging.labels.sync", lambda path: (_ for _ in ()).throw(OSError(5, "no disk")))
             status, text, _ = call(
                 server.server_port,
                 "POST",

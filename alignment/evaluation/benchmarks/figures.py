@@ -11,14 +11,14 @@ import numpy as np
 from alignment.data.task_metrics import BLEU_COUNTS, answer_metrics, bleu, bleu_counts, class_metrics, rouge_l
 from alignment.errors import UserError, suggest
 from alignment.evaluation.behavior import class_names, classify
-from alignment.evaluation.benchmarks.likelihood import LanguageScorer, Likelihood, Request
 from alignment.evaluation.benchmarks.tasks import Benchmark, LoadedBenchmark
-from alignment.evaluation.winrate import accuracy_gain, win_rate
 from alignment.generation import SamplingConfig
+from alignment.judging.likelihood import LanguageScorer, Likelihood, Request
 from alignment.loading import find_directory
 from alignment.models.safetensors_files import read_config
 from alignment.rewards.answers import gsm8k_answer, is_right
 from alignment.settings import PATTERN_SECONDS, Settings, compile_pattern, slow_pattern
+from alignment.statistics.winrate import accuracy_gain, win_rate
 
 Columns = np.ndarray  # values of each row, by name
 Row = dict[str, float]

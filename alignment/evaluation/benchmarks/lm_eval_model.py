@@ -15,8 +15,8 @@ from typing import Any, Protocol
 from jinja2 import TemplateError
 
 from alignment.errors import UserError
-from alignment.evaluation.benchmarks.likelihood import LanguageScorer
 from alignment.generation import SamplingConfig
+from alignment.judging.likelihood import LanguageScorer
 
 LM: Any = importlib.import_module("lm_eval.api.model").LM  # without types of its own that a checker could read
 NEW_TOKENS = 256  # where a task says nothing, as for lm-eval's own backends

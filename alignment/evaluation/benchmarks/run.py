@@ -18,9 +18,9 @@ from alignment.evaluation.benchmarks.figures import (
     measure,
     toxicity_classifier,
 )
-from alignment.evaluation.benchmarks.likelihood import LanguageScorer
 from alignment.evaluation.benchmarks.tasks import TEXT_METRICS, LoadedBenchmark, read_task
 from alignment.files import read_json_object, write_figures
+from alignment.judging.likelihood import LanguageScorer
 from alignment.loading import architecture_of, best_device, load_model, load_tokenizer
 from alignment.models.weights_config import WeightsConfig
 from alignment.settings import NonNegativeInt, PositiveInt, Rule, Settings
@@ -189,7 +189,7 @@ def _cell(figure: Mapping[str, float | None]) -> str:
 
 def print_benchmarks(path: Path) -> None:
     """Print a row for each figure of a `results.json`, and for each task the first prompt, on standard output."""
-    from alignment.evaluation.report.recipe_report import print_table  # matplotlib, which --help does not need
+    from alignment.reports.recipe_report import print_table  # matplotlib, which --help does not need
 
     rows = list[dict[str, object]]()
     results = read_json_object(path)

@@ -12,7 +12,7 @@ from alignment.data.rows.files import open_sources, source_files
 from alignment.data.rows.read import read_rows
 from alignment.data.streaming import open_stream
 from alignment.errors import UserError
-from alignment.evaluation.inputs import read_records
+from alignment.judging.inputs import read_records
 
 
 @pytest.fixture
