@@ -31,6 +31,8 @@ FORMULAS = {
     "mse_loss", "nll_loss", "softplus",
 }  # fmt: skip
 STAGE = "alignment.algorithms.dpo.dpo:run"
+ROOMS_WITHOUT_FORMULAS = ("algorithms", "evaluation", "judging", "statistics", "models")
+VAGUE = {"found", "each", "number", "own", "told"}  # names that say nothing of what they hold
 
 
 class House(Package):
@@ -122,14 +124,14 @@ class House(Package):
         return [f"{name}: {', '.join(sorted(found))}" for name, found in sorted(homes.items()) if len(found) > 1]
 
     def formulas(self) -> list[str]:
-        """Formulas that are minimized in algorithms/, evaluation/ and models/ and not named in losses/.
+        """Formulas that are minimized in algorithms/, evaluation rooms and models/ and not named in losses/.
 
         Uses of torch's loss functions, and squares in a function that makes a LossSum; those within a dictionary are
         metrics.
         """
         found = []
         for function in self.functions.values():
-            if room_of(function.module.name) not in ("algorithms", "evaluation", "models"):
+            if room_of(function.module.name) not in ROOMS_WITHOUT_FORMULAS:
                 continue
             nodes = list(own_nodes(function))
             in_metrics = {id(part) for node in nodes if isinstance(node, ast.Dict) for part in ast.walk(node)}
@@ -200,6 +202,31 @@ class House(Package):
             if len(text) > MOST_COLUMNS
         ]
 
+    def format_skips(self) -> list[str]:
+        """Lines that ruff does not format."""
+        return [
+            f"{module.path.relative_to(self.directory)}:{line}"
+            for module in self.modules.values()
+            for line, text in enumerate(module.lines, 1)
+            if "# fmt: skip" in text or "# fmt: off" in text
+        ]
+
+    def vague_names(self) -> list[str]:
+        """Assignments to names of `VAGUE`."""
+        return [
+            f"{module.path.relative_to(self.directory)}:{node.lineno}: {node.id}"
+            for module in self.modules.values()
+            for node in ast.walk(module.tree)
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in VAGUE
+        ]
+
+    def fullest_folder(self) -> list[str]:
+        """Files of the folder that has the most."""
+        folders: dict[Path, list[str]] = {}
+        for module in self.modules.values():
+            folders.setdefault(module.path.parent, []).append(str(module.path.relative_to(self.directory)))
+        return max(folders.values(), key=len)
+
     def relative_clauses(self) -> list[str]:
         """Docstrings that begin with a relative clause without its noun."""
         found = []
@@ -245,6 +272,9 @@ MEASURES = [
     Measure("packed", "assignments of several values at once", House.packed_assignments, "150"),
     Measure("nested", "comprehensions within comprehensions", House.nested_comprehensions, "120"),
     Measure("wide", "lines above 120 columns", House.wide_lines, "60"),
+    Measure("skips", "lines that are not formatted", House.format_skips, "20"),
+    Measure("vague", "assignments to found, each, number, own, told", House.vague_names, "120"),
+    Measure("full", "files of the fullest folder", House.fullest_folder, "16"),
 ]
 
 
