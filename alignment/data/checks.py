@@ -66,9 +66,8 @@ ROLE_HEADER = re.compile(r"(?:^|\n\n)(?:(?:### ?)?(?:Human|User)|### ?(?:Assista
 MARKUP = re.compile(
     r"</?(?:div|p|br|span|a|body|table|tr|td|li|ul|b|i|font)(?: [^<>]{0,200})?/?>|&(?:amp|lt|gt|nbsp|quot|#39);"
 )
-MOJIBAKE = re.compile(
-    "[\u00c3\u00c2][\u0080-\u00bf]|\u00e2\u20ac|\u00e2\u0080[\u0090-\u00bf]"
-)  # UTF-8 read as Latin-1 or CP1252
+# UTF-8 read as Latin-1 or CP1252.
+MOJIBAKE = re.compile("[\u00c3\u00c2][\u0080-\u00bf]|\u00e2\u20ac|\u00e2\u0080[\u0090-\u00bf]")
 CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\u202a-\u202e\u2066-\u2069]")
 REFUSAL = re.compile(
     r"^\W*(?:(?:I['’]m |I am |My )?(?:very |so )?(?:sorry|apolog)|I (?:cannot|can['’]t|can not) "

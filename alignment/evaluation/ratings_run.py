@@ -28,12 +28,8 @@ from alignment.statistics.regression import Ties
 from alignment.statistics.winrate import merge_orders
 from alignment.training.run.directory import locked
 
-COLUMNS = {
-    "model_a": "first_model",
-    "model_b": "second_model",
-    "outcome": "label",
-    "cluster": "cluster",
-}  # of `LabelColumns`
+# Our columns -> those of `LabelColumns`.
+COLUMNS = {"model_a": "first_model", "model_b": "second_model", "outcome": "label", "cluster": "cluster"}
 NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?|nan", re.I)
 STYLE: dict[str, Callable[[str], int]] = {  # measured where a covariate's columns hold text
     "length": len,

@@ -232,9 +232,8 @@ def encode_preferences(
                 counts.drop(EQUAL_IN_RANKING, record.row_id)
                 counts.kept -= 1
             else:
-                ranked = replace(
-                    example, values={"ranks": [0, 1], **example.values}
-                )  # a comparison has none of its own
+                ranks = {"ranks": [0, 1]}  # a comparison has none of its own
+                ranked = replace(example, values={**ranks, **example.values})
                 encoded.append(EncodedRow(record, name, ranked))
         tally = tally.merged_with(counts)
     return encoded, tally

@@ -22,10 +22,8 @@ from alignment.ragged import group_by_length
 from alignment.rewards.judge import RequestFailed, send_json
 from alignment.statistics.winrate import LOSS, TIE, WIN
 
-TOKEN_COUNTS = {
-    "prompt_tokens": "prompt_tokens",
-    "completion_tokens": "answer_tokens",
-}  # the protocol's names -> a row's
+# The protocol's names -> a row's.
+TOKEN_COUNTS = {"prompt_tokens": "prompt_tokens", "completion_tokens": "answer_tokens"}
 WAY_OUT = "shorten prompts and responses (max_new_tokens), or let a model with more positions judge"
 SHOWN_CHARACTERS = 500  # of an answer that cannot be read
 

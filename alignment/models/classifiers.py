@@ -86,9 +86,8 @@ class TokenClassifier(NativeModel[TransformerSpec]):
         if batch.segments is None:
             batch = replace(batch, segments=(~question).long())
         logits = self.head(self.hidden_states(self.trunk, batch))
-        return ClassifierOutput(
-            logits - 1e6 * (question & (batch.positions > 0))[:, None]
-        )  # as transformers lowers them
+        asked = question & (batch.positions > 0)
+        return ClassifierOutput(logits - 1e6 * asked[:, None])  # as transformers lowers them
 
 
 def pooled(hidden: Tensor, batch: Ragged, pooling: Pooling) -> Tensor:

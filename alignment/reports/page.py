@@ -249,9 +249,8 @@ def _judgment_table(results: Results) -> Mapping[str, Sequence[Row]]:
                 "policy": name,
                 "win rate": model["win_rate"],
                 **{key: model["win_rate"][key] for key in ("n", "wins", "ties", "losses")},
-                "orders disagree": model["inconsistent"]
-                if model["inconsistent"].get("n", 1)
-                else None,  # people see one order
+                # people see one order
+                "orders disagree": model["inconsistent"] if model["inconsistent"].get("n", 1) else None,
                 "shown first preferred": model["position_bias"],
                 "longer preferred": model.get("longer_preferred"),
                 "twice as long": slope_cell(model.get("length_slope")),

@@ -19,11 +19,8 @@ from alignment.models.outputs import LogProbModel
 from alignment.ragged import Ragged, Seq2Seq
 from alignment.training import Run
 
-MOMENTS = (
-    "margin_squared",
-    "length_difference_squared",
-    "margin_by_length_difference",
-)  # replaced before they are logged
+# Replaced before they are logged.
+MOMENTS = ("margin_squared", "length_difference_squared", "margin_by_length_difference")
 SIMILAR = 0.1  # share of the longer response by which lengths may differ and still count as similar
 # Where a note is written at the end of a run: means over its last tenth.
 # of the chosen responses' log-probability

@@ -20,12 +20,8 @@ from alignment.judging.likelihood import LanguageScorer
 
 LM: Any = importlib.import_module("lm_eval.api.model").LM  # without types of its own that a checker could read
 NEW_TOKENS = 256  # where a task says nothing, as for lm-eval's own backends
-SIZES = (
-    "max_gen_toks",
-    "max_new_tokens",
-    "max_tokens",
-    "max_completion_tokens",
-)  # the first of them that is given counts
+# The first of them that is given counts.
+SIZES = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 
 
 class Instance(Protocol):
