@@ -143,10 +143,10 @@ def label_studio_task(group: Sequence[Label]) -> JSON:
 
     Source: labelstud.io, guide/task_format.
     """
-    annotations = [
-        {"lead_time": label.seconds, "result": [label_studio_result(*answer) for answer in answers_of(label).items()]}
-        for label in group
-    ]
+    annotations = []
+    for label in group:
+        answers = [label_studio_result(*answer) for answer in answers_of(label).items()]
+        annotations.append({"lead_time": label.seconds, "result": answers})
     names = {"annotators": [label.judge for label in group]}
     return {"data": {"id": group[0].id, **fields_of(group[0]), **names}, "annotations": annotations}
 

@@ -134,6 +134,9 @@ def judge_figures(items: Sequence[LabeledItem], verdicts: Sequence[Verdict], wid
     judged = [(item, verdict) for item, verdict in zip(items, verdicts, strict=True) if verdict is not None]
     voted = [(item, verdict) for item, verdict in judged if item.votes]
     subsets = sorted({item.subset for item, _ in voted})
+    by_subset = {}
+    for name in subsets if len(subsets) > 1 else ():
+        by_subset[name] = agreement_figures([row for row in voted if row[0].subset == name])
     clusters = [item.cluster for item, _ in voted]
     labels = {
         "people": [list(item.votes.values()) for item, _ in voted],
@@ -143,11 +146,7 @@ def judge_figures(items: Sequence[LabeledItem], verdicts: Sequence[Verdict], wid
         "labeled": sum(bool(item.votes) for item in items),
         "without_majority": sum(item.label is None for item, _ in voted),
         "agreement": agreement_figures(voted),
-        "subsets": {
-            name: agreement_figures([row for row in voted if row[0].subset == name])
-            for name in subsets
-            if len(subsets) > 1
-        },
+        "subsets": by_subset,
         "alpha": {
             name: {level: krippendorff_alpha(rows, level=level, clusters=clusters) for level in get_args(Level)}
             for name, rows in labels.items()

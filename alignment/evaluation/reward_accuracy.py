@@ -241,10 +241,10 @@ def encode_preferences(
 
 def as_encoded(example: Example, is_encoder: bool) -> list[Encoded]:
     """Ids and segments of each document; in an encoder's examples the mask marks the second text."""
-    return [
-        Encoded(ids, [int(flag) for flag in mask] if is_encoder else [0] * len(ids))
-        for ids, mask in zip(example.documents, example.masks, strict=True)
-    ]
+    encoded = []
+    for ids, mask in zip(example.documents, example.masks, strict=True):
+        encoded.append(Encoded(ids, [int(flag) for flag in mask] if is_encoder else [0] * len(ids)))
+    return encoded
 
 
 def score_preferences(rows: Sequence[EncodedRow], model: RewardModel) -> list[ScoredGroup]:
@@ -254,16 +254,17 @@ def score_preferences(rows: Sequence[EncodedRow], model: RewardModel) -> list[Sc
     names = [row.record.row_id for row in rows for _ in row.example.documents]
     check_numbers(combined, names.__getitem__, "the score of a response")
     scores = iter(combined.tolist())
-    return [
-        ScoredGroup(
+    groups = []
+    for row in rows:
+        group = ScoredGroup(
             source=row.source,
             prompt=prompt_key(row.record),
             scores=[next(scores) for _ in replies_of(row.record)],
             ranks=row.example.values["ranks"],
             lengths=[sum(mask) or len(mask) for mask in row.example.masks],
         )
-        for row in rows
-    ]
+        groups.append(group)
+    return groups
 
 
 # Figures

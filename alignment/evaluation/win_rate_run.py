@@ -316,7 +316,8 @@ def _sample_rows(config: WinRateConfig, prompts: list[Prompt], responses: Respon
     def shown(i: int, text: str) -> dict[str, Any]:
         return {"text": text, "score": gold_scores([prompts[i]], [text])[0].total if config.judge == "gold" else None}
 
-    return [
-        {"prompt": str(prompt.prompt), "responses": {name: shown(i, drawn[i]) for name, drawn in texts.items()}}
-        for i, prompt in enumerate(prompts[: config.samples])
-    ]
+    rows = []
+    for i, prompt in enumerate(prompts[: config.samples]):
+        drawn = {name: shown(i, model_texts[i]) for name, model_texts in texts.items()}
+        rows.append({"prompt": str(prompt.prompt), "responses": drawn})
+    return rows

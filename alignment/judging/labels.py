@@ -295,14 +295,16 @@ def agreement_lines(labels: Iterable[Label]) -> list[str]:
     by_judge: dict[str, list[Label]] = {}
     for label in labels:
         by_judge.setdefault(label.judge, []).append(label)
-    firsts = {
-        judge: pair_verdicts(label for label in answers if not label.repeat) for judge, answers in by_judge.items()
-    }
-    lines = [
-        f"{judge}: {len(answers)} answers, {median(label.seconds for label in answers):.1f} s each (median)"
-        + agreement_on("repeats", pair_verdicts(label for label in answers if label.repeat), firsts[judge])
-        for judge, answers in by_judge.items()
-    ]
+    firsts = {}
+    lines = []
+    for judge, answers in by_judge.items():
+        firsts[judge] = pair_verdicts(label for label in answers if not label.repeat)
+        repeats = pair_verdicts(label for label in answers if label.repeat)
+        pace = median(label.seconds for label in answers)
+        lines.append(
+            f"{judge}: {len(answers)} answers, {pace:.1f} s each (median)"
+            + agreement_on("repeats", repeats, firsts[judge])
+        )
     lines += [
         f"{one} and {other}" + agreement_on("pairs", firsts[one], firsts[other])
         for one, other in combinations(firsts, 2)

@@ -179,10 +179,10 @@ class LanguageScorer:
         size = self.positions
         whole = [[self.first_token, *tokens] for tokens in ids]
         starts = [(row, start) for row, text in enumerate(whole) for start in range(1, len(text), size)]
-        windows = [
-            (text[max(0, min(start + size, len(text)) - 1 - size) : start], text[start : start + size])
-            for text, start in ((whole[row], start) for row, start in starts)
-        ]
+        windows = []
+        for row, start in starts:
+            text = whole[row]
+            windows.append((text[max(0, min(start + size, len(text)) - 1 - size) : start], text[start : start + size]))
         totals = [0.0] * len(texts)
         for (row, _), likelihood in zip(starts, self.token_likelihoods(windows), strict=True):
             totals[row] += likelihood.log_prob

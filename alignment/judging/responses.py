@@ -308,19 +308,17 @@ def write_responses(
     """Write the responses and the prompts, models and settings that they come from, as JSON values by content."""
     rows = []
     for i, prompt in enumerate(prompts):
-        columns = {
-            column: {name: getattr(generation, part)[i] for name, generation in responses.items()}
-            for column, part in COLUMNS.items()
-        }
-        rows.append({"id": prompt.row_id, "prompt": prompt.prompt, **columns})
+        row: dict[str, object] = {"id": prompt.row_id, "prompt": prompt.prompt}
+        for column, part in COLUMNS.items():
+            row[column] = {name: getattr(generation, part)[i] for name, generation in responses.items()}
+        rows.append(row)
     if not (output / SAMPLING).exists():  # it says that the responses are ours, also after a kill between the two files
         write_json(output / SAMPLING, {})
     write_text(output / RESPONSES, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    present = {
-        kind: {name: value for name, value in values.items() if name in responses}
-        for kind in KINDS
-        if isinstance(values := source[kind], dict)
-    }
+    present = {}
+    for kind in KINDS:
+        if isinstance(values := source[kind], dict):
+            present[kind] = {name: value for name, value in values.items() if name in responses}
     write_json(output / SAMPLING, {**source, **present, RESPONSES: sha256(output / RESPONSES)})
 
 
@@ -359,10 +357,11 @@ def read_responses(output: Path, source: Mapping[str, object], *, by_people: boo
     new = [name for name in after if name not in names]
     sampled = f"; sampled now: {', '.join(new)}" if new else ", nothing is sampled"
     print(f"{path}: read again{kept}{sampled}", file=sys.stderr)
-    return [row["id"] for row in rows], {
-        name: Generation(**{part: [row[column][name] for row in rows] for column, part in COLUMNS.items()})
-        for name in names
-    }
+    responses = {}
+    for name in names:
+        parts = {part: [row[column][name] for row in rows] for column, part in COLUMNS.items()}
+        responses[name] = Generation(**parts)
+    return [row["id"] for row in rows], responses
 
 
 def _contestants(source: Mapping[str, object]) -> dict[str, list[object]]:

@@ -101,12 +101,12 @@ def join_evaluations(evaluations: Mapping[str, Results]) -> dict[str, Any]:
     Raises:
         UserError: The baselines or the judges differ, so that no chart can hold all win rates.
     """
-    raise_all(
-        f"{key}: { {name: results[key] for name, results in evaluations.items()} }: win rates on different scales; "
-        "write a report of each"
-        for key in ("baseline", "judge")
-        if len({results[key] for results in evaluations.values()}) > 1
-    )
+    problems = []
+    for key in ("baseline", "judge"):
+        by_name = {name: results[key] for name, results in evaluations.items()}
+        if len(set(by_name.values())) > 1:
+            problems.append(f"{key}: {by_name}: win rates on different scales; write a report of each")
+    raise_all(problems)
     label = "{policy} ({name})" if len(evaluations) > 1 else "{policy}"
     models = dict[str, Any]()
     samples = dict[str, dict[str, Any]]()
@@ -122,14 +122,12 @@ def join_evaluations(evaluations: Mapping[str, Results]) -> dict[str, Any]:
 
 def winners(judged: Results, evaluations: Mapping[str, Results]) -> list[str]:
     """Who won: over all evaluations where policies met the same responses of the baseline, else in each."""
-    met = [
-        (
-            results.get("judging", {}).get("judge"),
-            [(one["prompt"], one["responses"][results["baseline"]]["text"]) for one in results["samples"]],
-        )
-        for results in evaluations.values()
-        if results.get("samples")
-    ]
+    met = []
+    for results in evaluations.values():
+        if results.get("samples"):
+            baseline = results["baseline"]
+            texts = [(sample["prompt"], sample["responses"][baseline]["text"]) for sample in results["samples"]]
+            met.append((results.get("judging", {}).get("judge"), texts))
     if len(evaluations) < 2 or (len(met) == len(evaluations) and all(conditions == met[0] for conditions in met)):
         return [winner(judged)]
     return [

@@ -193,16 +193,11 @@ def _evaluation(results: Results, paths: Mapping[str, Metrics], colors: Colors) 
 
 def _samples(samples: Sequence[Mapping[str, Any]], colors: Colors, baseline: str | None) -> Section:
     """Samples in the policies' colors, the baseline first, against which the others are marked."""
-    colored = [
-        {
-            "prompt": sample["prompt"],
-            "responses": {
-                name: {"color": colors.get(name), **sample["responses"][name]}
-                for name in sorted(sample["responses"], key=lambda name: name != baseline)
-            },
-        }
-        for sample in samples
-    ]
+    colored = []
+    for sample in samples:
+        names = sorted(sample["responses"], key=lambda name: name != baseline)
+        responses = {name: {"color": colors.get(name), **sample["responses"][name]} for name in names}
+        colored.append({"prompt": sample["prompt"], "responses": responses})
     return Section("samples", "Samples", LEADS["samples"], samples=colored)
 
 
@@ -231,36 +226,38 @@ def _ends_table(runs: Mapping[str, RunLog]) -> list[Row]:
     names = [
         prefix + key for name, panel in MAIN.items() for key in panel.metrics or [name] for prefix in ("", HELD_OUT)
     ]
-    logged = {name: {run: log.series[name] for run, log in runs.items() if name in log.series} for name in names}
-    return [
-        {"metric": name.replace("_", " ")}
-        | {f"{run}, first": one.first for run, one in by_run.items()}
-        | {f"{run}, last": end_interval(one) or one.last for run, one in by_run.items()}
-        for name, by_run in logged.items()
-        if by_run
-    ]
+    rows: list[Row] = []
+    for name in names:
+        by_run = {run: log.series[name] for run, log in runs.items() if name in log.series}
+        first = {f"{run}, first": series.first for run, series in by_run.items()}
+        last = {f"{run}, last": end_interval(series) or series.last for run, series in by_run.items()}
+        if by_run:
+            rows.append({"metric": name.replace("_", " "), **first, **last})
+    return rows
 
 
 def _judgment_table(results: Results) -> Mapping[str, Sequence[Row]]:
     """All figures of the judgments under a caption that says whose they are."""
-    return {
-        f"Against {results['baseline']}, judge: {results['judge']}": [
-            {
-                "policy": name,
-                "win rate": model["win_rate"],
-                **{key: model["win_rate"][key] for key in ("n", "wins", "ties", "losses")},
-                # people see one order
-                "orders disagree": model["inconsistent"] if model["inconsistent"].get("n", 1) else None,
-                "shown first preferred": model["position_bias"],
-                "longer preferred": model.get("longer_preferred"),
-                "twice as long": slope_cell(model.get("length_slope")),
-                "at equal length": model.get("length_controlled"),
-                "not judged": model["failures"],
-            }
-            for name, model in results["models"].items()
-            if "win_rate" in model
-        ]
-    }
+    judged = {name: model for name, model in results["models"].items() if "win_rate" in model}
+    rows = [
+        {
+            "policy": name,
+            "win rate": model["win_rate"],
+            "n": model["win_rate"]["n"],
+            "wins": model["win_rate"]["wins"],
+            "ties": model["win_rate"]["ties"],
+            "losses": model["win_rate"]["losses"],
+            # people see one order
+            "orders disagree": model["inconsistent"] if model["inconsistent"].get("n", 1) else None,
+            "shown first preferred": model["position_bias"],
+            "longer preferred": model.get("longer_preferred"),
+            "twice as long": slope_cell(model.get("length_slope")),
+            "at equal length": model.get("length_controlled"),
+            "not judged": model["failures"],
+        }
+        for name, model in judged.items()
+    ]
+    return {f"Against {results['baseline']}, judge: {results['judge']}": rows}
 
 
 def slope_cell(slope: Mapping[str, float] | None) -> str | None:

@@ -159,17 +159,14 @@ def verdicts(results: Results) -> list[str]:
 
 def benchmark_section(results: Results) -> Section:
     """The section of `evaluate benchmarks`: each task's figure of each model, before and after training."""
-    tables = {
-        f"{task}, {entry['rows']} rows: {entry['figure'].replace('_', ' ')}": [
-            {
-                "model": name,
-                "value": figures[entry["figure"]],
-                f"change from {entry['against']}": entry["differences"].get(name, {}).get(entry["figure"]),
-            }
+    tables = {}
+    for task, entry in results["tasks"].items():
+        key = entry["figure"]
+        change = f"change from {entry['against']}"
+        tables[f"{task}, {entry['rows']} rows: {key.replace('_', ' ')}"] = [
+            {"model": name, "value": figures[key], change: entry["differences"].get(name, {}).get(key)}
             for name, figures in entry["models"].items()
         ]
-        for task, entry in results["tasks"].items()
-    }
     return Section("benchmarks", "Benchmarks", "The same tasks on each model, with 95 % intervals.", tables=tables)
 
 

@@ -64,11 +64,8 @@ def overlaps(best: str, intervals: Mapping[str, Mapping[str, float]]) -> str:
 
 def main_metric(runs: Sequence[RunLog]) -> str | None:
     """The metric that says how well runs went: of those that all have, the first logged often enough to judge."""
-    names = [
-        name
-        for name in MAIN_METRICS.get(runs[0].stage, LOSSES)
-        if all(name in run.series and name in MAIN_METRICS.get(run.stage, LOSSES) for run in runs)
-    ]
+    of_all = set.intersection(*({*run.series} & {*MAIN_METRICS.get(run.stage, LOSSES)} for run in runs))
+    names = [name for name in MAIN_METRICS.get(runs[0].stage, LOSSES) if name in of_all]
     return next((name for name in names if all(run.series_of(name) for run in runs)), names[0] if names else None)
 
 

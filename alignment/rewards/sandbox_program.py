@@ -12,9 +12,9 @@ standard library alone. There are three roles:
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false
-# pyright: reportOptionalCall=false, reportGeneralTypeIssues=false, reportReturnType=false, reportOperatorIssue=false,
-# reportOptionalMemberAccess=false The values of answers and tests are of any type: what can be done with them is found
-# out here, not declared.
+# pyright: reportOptionalCall=false, reportGeneralTypeIssues=false, reportReturnType=false, reportOperatorIssue=false
+# pyright: reportOptionalMemberAccess=false
+# The values of answers and tests are of any type: what can be done with them is found out here, not declared.
 
 import ast
 import builtins

@@ -236,13 +236,13 @@ def _read_battles(rows: Sequence[Battle], *, hard: bool = False) -> tuple[list[s
 
 def _check_rows(n: int, columns: Mapping[str, Sequence[Hashable]]) -> None:
     """Refuse covariates and clusters of another length than the rows', and numbers that are none."""
-    raise_all(
-        f"{name} has {len(values)} values for {n} rows"
-        if len(values) != n
-        else f"{name} has values that are not finite numbers"
-        for name, values in columns.items()
-        if len(values) != n or not all(math.isfinite(value) for value in values if isinstance(value, float))
-    )
+    problems = []
+    for name, values in columns.items():
+        if len(values) != n:
+            problems.append(f"{name} has {len(values)} values for {n} rows")
+        elif not all(math.isfinite(value) for value in values if isinstance(value, float)):
+            problems.append(f"{name} has values that are not finite numbers")
+    raise_all(problems)
 
 
 def _ranked(

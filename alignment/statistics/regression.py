@@ -121,7 +121,7 @@ def fit_outcomes(
     n = len(outcomes)
     fixed = float(ties == "half")  # ties="half" holds the tie parameter, the last one, at 0
     columns = csr_array(block_array([[design, None], [None, np.full((n, 1), 1 - fixed)]]))  # of eta, then of tau
-    precision = block_diag(penalty, fixed)
+    precision = np.asarray(block_diag(penalty, fixed))
     middle = np.append(np.zeros(len(penalty)) + center, 0.0)
     labels = torch.tensor(outcomes)
 

@@ -384,14 +384,15 @@ def hidden_matrices(model: nn.Module) -> dict[str, nn.Parameter]:
     Embeddings are left out wherever they are (a relative position bias lies in a block), and so are LoRA's factors,
     whose product is the matrix, and experts stored as one 3-D tensor.
     """
-    inside, embedded = (
-        {id(x) for module in model.modules() if isinstance(module, kind) for x in module.parameters()}
-        for kind in (nn.ModuleList, nn.Embedding)
-    )
+
+    def inside(kind: type[nn.Module]) -> set[int]:
+        return {id(x) for module in model.modules() if isinstance(module, kind) for x in module.parameters()}
+
+    taken = inside(nn.ModuleList) - inside(nn.Embedding)
     return {
         name: parameter
         for name, parameter in trainable_parameters(model).items()
-        if parameter.ndim == 2 and id(parameter) in inside - embedded and "lora_" not in name
+        if parameter.ndim == 2 and id(parameter) in taken and "lora_" not in name
     }
 
 

@@ -184,7 +184,8 @@ def test_quantize_without_an_adapter_to_merge_is_refused(qwen, tmp_path):
         export_model(qwen, None, str(tmp_path / "out"), quantize="nf4")
 
 
-def test_a_model_that_is_only_used_has_its_checkpoints_type_or_the_one_asked_for(low, tmp_path):
+def test_a_model_that_is_only_used_has_its_checkpoints_type_or_the_one_asked_for(low, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
     settings = ["max_new_tokens=4", "temperature=0"]
     rows = [generate_responses(low, None, ["Hello"], settings, weights=WeightsConfig(dtype=name)) for name in TYPES]
     with torch.no_grad():

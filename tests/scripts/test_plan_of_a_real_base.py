@@ -24,7 +24,7 @@ def test_a_plan_on_smollm2_is_within_5_percent_of_the_measured_peak(tmp_path):
         "policy": str(BASES / "smollm2"), "output": str(tmp_path / "run"), "optim": {"learning_rate": 1e-4},
         "data": {"train": str(tmp_path / "rows.jsonl"), "max_length": 256, "max_cut_share": 1.0},
         "adapter": plan_vs_measured.LORA,
-        "training": {"max_steps": 2, "batch_size": 4, "micro_batch_tokens": 1024, "precision": "bf16"},
+        "training": {"max_steps": 2, "batch_size": 4, "micro_batch_tokens": 1024, "precision": "auto"},
     }  # fmt: skip
     # about 70 MB of every peak are no tensors, so the batch is one in which they are 4 %: the tokenizer of 49,152 tokens
     # (32 MB), the kernels that oneDNN compiles for each shape (18), MKL's buffers (5)

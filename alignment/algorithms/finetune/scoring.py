@@ -226,10 +226,11 @@ def predict(source: str, rows: Sequence[Any], *, micro_batch_tokens: int = 16_38
     if form.task == "question_answering":
         return best_answers(examples, logits, [context for _, context in rows], form)
     if form.task == "token_classification":
-        return [
-            [None if token is None else names[int(example_logits[token].argmax())] for token in example.word_tokens]
-            for example, example_logits in zip(examples, logits, strict=True)
-        ]
+        words = []
+        for example, example_logits in zip(examples, logits, strict=True):
+            tokens = example.word_tokens
+            words.append([None if token is None else names[int(example_logits[token].argmax())] for token in tokens])
+        return words
     if form.task == "regression":
         return [float(example_logits) for example_logits in logits]
     best = [int(example_logits.argmax()) for example_logits in logits]

@@ -371,15 +371,13 @@ def ragged_groups(
     share_prompts: Sharing,
 ) -> list[tuple[list[int], Ragged]]:
     """Row numbers and tokens of the groups of `group_rollouts`."""
-    return [
-        (
-            rows,
-            ragged_of(
-                [prompts[i] for i in rows], [responses[i] for i in rows], [numbers[i] for i in rows], share_prompts
-            ),
-        )
-        for rows in group_rollouts(prompts, responses, limit, share_prompts)
-    ]
+    groups = []
+    for rows in group_rollouts(prompts, responses, limit, share_prompts):
+        row_prompts = [prompts[row] for row in rows]
+        row_responses = [responses[row] for row in rows]
+        row_numbers = [numbers[row] for row in rows]
+        groups.append((rows, ragged_of(row_prompts, row_responses, row_numbers, share_prompts)))
+    return groups
 
 
 def equally_many(groups: list[Group], state: SamplingState) -> list[Group]:

@@ -192,12 +192,13 @@ def as_chatml(messages: Sequence[object]) -> Sequence[Any]:
         texts = [*chain.from_iterable((turn["input"], turn["output"]) for turn in cast("list[Columns]", texts))]
     if texts and all(isinstance(text, str) for text in texts):
         return [{"role": SPEAKERS[index % 2], "content": text} for index, text in enumerate(texts)]
-    return [
-        {names.get(name, name): value for name, value in message.items()}
-        if isinstance(message, dict) and "from" in message
-        else message
-        for message in messages
-    ]
+    renamed = []
+    for message in messages:
+        if isinstance(message, dict) and "from" in message:
+            renamed.append({names.get(name, name): value for name, value in message.items()})
+        else:
+            renamed.append(message)
+    return renamed
 
 
 def _message(message: object, key: str, where: str) -> Message:

@@ -109,11 +109,11 @@ def saved_tensors(kind: str, directory: Path) -> dict[str, Stored]:
         metadata: Mapping[str, Any] = _reader(shards).read_metadata().state_dict_metadata
     except (SafetensorError, OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(f"{whole if whole.is_file() else shards}: not a readable checkpoint ({error})") from error
-    raise_all(
-        f"{shards}: parts of {name} are missing; put the file of every rank back"
-        for name, entry in metadata.items()
-        if sum(math.prod(chunk.sizes) for chunk in entry.chunks) != math.prod(entry.size)
-    )
+    problems = []
+    for name, entry in metadata.items():
+        if sum(math.prod(chunk.sizes) for chunk in entry.chunks) != math.prod(entry.size):
+            problems.append(f"{shards}: parts of {name} are missing; put the file of every rank back")
+    raise_all(problems)
     return {name: Stored(entry.size, entry.properties.dtype) for name, entry in metadata.items()}
 
 

@@ -389,12 +389,15 @@ VARIABLES = {
 def check_trackers(names: Sequence[str], tracking: Mapping[str, object]) -> None:
     """Refuse trackers that do not exist or are not installed, and keys of `training.tracking` that none takes."""
     taken = {key for name in names for key in ARGUMENTS.get(name, ())}
-    raise_all(
-        f"training.tracking.{key}: {', '.join(names) or 'no tracker'} takes no {key}; name one of "
-        f"{', '.join(name for name, keys in ARGUMENTS.items() if key in keys)} in training.trackers, or leave it out"
-        for key, value in tracking.items()
-        if value and key not in taken
-    )
+    problems = []
+    for key, value in tracking.items():
+        if value and key not in taken:
+            takers = ", ".join(name for name, keys in ARGUMENTS.items() if key in keys)
+            problems.append(
+                f"training.tracking.{key}: {', '.join(names) or 'no tracker'} takes no {key}; name one of {takers} in "
+                "training.trackers, or leave it out"
+            )
+    raise_all(problems)
     if not names:
         return
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
