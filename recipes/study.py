@@ -13,10 +13,10 @@ from typing import Any, Literal
 import numpy as np
 
 from alignment.errors import UserError, raise_all, suggest
+from alignment.files import read_json_object, write_json
 from alignment.reports.charts import SERIES, Curve, path_chart
 from alignment.reports.html import Chart, Section, render_page
 from alignment.reports.run_log import read_log_rows
-from alignment.files import read_json_object, write_json
 from alignment.settings import PositiveInt, Rule, Settings
 
 Law = Literal["best_of_n", "rl"]

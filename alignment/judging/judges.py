@@ -129,7 +129,7 @@ def judged_prompts(prompts: Sequence[Prompt], verdicts: Sequence[Verdict]) -> li
 
 
 def share_of(leads: Sequence[float]) -> Figures:
-    """A share from leads of 1 (won) to -1 (lost), with its 95 % interval; a half and no bounds if none is counted."""
+    """A share from leads of 1 (won) to -1 (lost), with its 95 % interval; a half, from 0 to 1, if none is counted."""
     n = len(leads)
     wins = sum(max(lead, 0) for lead in leads)
     losses = sum(max(-lead, 0) for lead in leads)

@@ -108,7 +108,7 @@ def _texts(texts: Sequence[str]) -> Generation:
 
 
 def file_responses(path: str, prompts: Sequence[Prompt]) -> Generation:
-    """The response to each prompt in a file of demonstrations; several to one prompt are taken once each, in order."""
+    """The response to each prompt in a file of demonstrations; of several to one prompt each in turn, then the last."""
     by_prompt: dict[str, list[str]] = {}
     for row in read_records(DataConfig(train=path), "demonstrations"):
         by_prompt.setdefault(hash_of(row.prompt), []).append(row.response)

@@ -20,8 +20,8 @@ class WeightsConfig(Settings):
 
     Attributes:
         dtype: type of frozen weights (under an adapter; of the reference and the reward model). auto: the type that
-            they have in the checkpoint; for a model that is only used, see `torch_dtype`. Weights that train, norms,
-            biases and score heads are float32 with every setting.
+            they have in the checkpoint, but float32 for a model that is only used on a CPU without instructions for
+            bfloat16. Weights that train, norms, biases and score heads are float32 with every setting.
         quantize: hold the frozen matrices of the blocks in 4 bits (nf4, with double quantization) or 8 bits (int8);
             needs `adapter` and bitsandbytes (`pip install -e '.[quantization]'`).
 

@@ -130,7 +130,7 @@ def _coincidences(labels: Sequence[Sequence[Label]]) -> np.ndarray:
 
 
 def _chance_corrected(tables: np.ndarray, drawn: int, level: Level) -> np.ndarray:
-    """1 - observed / expected disagreement of tables [..., labels, labels]; `drawn` 1: expected without replacement."""
+    """1 - observed / expected disagreement of tables [..., labels, labels]; `drawn` 1: labels without replacement."""
     rows = tables.sum(-1)[..., :, None]
     columns = tables.sum(-2)[..., None, :]
     n = tables.sum((-2, -1))

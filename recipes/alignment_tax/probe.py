@@ -15,13 +15,13 @@ from alignment.analysis.probe import prepare_parts, probe_outcomes, read_probe_r
 from alignment.data.config import DataConfig
 from alignment.data.tasks import LabeledExamples
 from alignment.errors import raise_all
-from alignment.statistics.winrate import accuracy_gain, win_rate
 from alignment.files import write_json, write_text
 from alignment.hotel_world.datasets import FOLDS, generate_rows
 from alignment.hotel_world.grammar import CLAIM, find_claims, fold
 from alignment.loading import best_device, load_model, load_tokenizer
 from alignment.models.weights_config import WeightsConfig
 from alignment.settings import NonNegativeInt, PositiveFloat, PositiveInt, Rule, Settings
+from alignment.statistics.winrate import accuracy_gain, win_rate
 
 FIT_FOLDS = range(60, 63)  # of the folds of held-out pretraining text; the others are of the rows that are judged
 Pooling = Literal["last", "mean"]

@@ -17,13 +17,13 @@ from markupsafe import Markup
 from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullLocator, PercentFormatter
 
 from alignment.errors import raise_all
-from alignment.reports.charts import INK, SERIES, STYLE, Curve, empty_figure, inline_svg, label_list
-from alignment.reports.html import Chart, Section, format_cell, render_page
-from alignment.statistics.winrate import mean_interval
 from alignment.files import read_json_object, write_json
 from alignment.loading import load_model
 from alignment.planning.networks import parameter_count
+from alignment.reports.charts import INK, SERIES, STYLE, Curve, empty_figure, inline_svg, label_list
+from alignment.reports.html import Chart, Section, format_cell, render_page
 from alignment.settings import PositiveFloat, Rule, Settings
+from alignment.statistics.winrate import mean_interval
 
 DRAWS = 2000  # of the bootstrap
 GRID = 50  # values of the KL that frontiers are compared at

@@ -10,9 +10,9 @@ from typing import Any
 from alignment.data.config import DataConfig
 from alignment.data.rows.files import read_raw
 from alignment.errors import UserError
-from alignment.judging.inputs import check_hotel_prompts, read_records
 from alignment.files import read_json_object, write_json, write_text
 from alignment.hotel_world import grammar
+from alignment.judging.inputs import check_hotel_prompts, read_records
 from alignment.pipeline.stages import load_stage_file
 from alignment.settings import NonNegativeInt, Settings
 

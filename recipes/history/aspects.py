@@ -18,12 +18,12 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from alignment.statistics.winrate import win_rate
 from alignment.files import write_json
 from alignment.models.build import build_language_model
 from alignment.models.outputs import from_padded
 from alignment.pipeline.stages import load_stage_file
 from alignment.settings import NonNegativeInt, PositiveFloat, PositiveInt, Settings
+from alignment.statistics.winrate import win_rate
 
 HERE = Path(__file__).parent
 classification: Any = load_stage_file(HERE / "classification.py")

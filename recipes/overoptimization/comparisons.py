@@ -13,10 +13,10 @@ from random import Random
 
 from alignment.data.config import DataConfig
 from alignment.data.rows.records import Prompt
-from alignment.judging.inputs import check_hotel_prompts, read_records
 from alignment.files import write_json, write_text
 from alignment.generation.generate import generate
 from alignment.hotel_world.gold import prefers_first
+from alignment.judging.inputs import check_hotel_prompts, read_records
 from alignment.loading import best_device, find_directory, load_model, load_tokenizer
 from alignment.settings import NonNegativeInt, PositiveInt, Rule, Settings
 

@@ -8,13 +8,13 @@ from torch import Tensor
 
 from alignment.data.config import DataConfig
 from alignment.errors import raise_all
-from alignment.judging.inputs import read_records
-from alignment.statistics.winrate import win_rate
 from alignment.files import write_json
+from alignment.judging.inputs import read_records
 from alignment.loading import best_device
 from alignment.models.weights_config import WeightsConfig
 from alignment.reward_model import load_reward_model
 from alignment.settings import Settings
+from alignment.statistics.winrate import win_rate
 
 
 @dataclass(frozen=True)

@@ -6,16 +6,16 @@ from pathlib import Path
 from alignment.data.config import DataConfig
 from alignment.data.rows.records import Prompt
 from alignment.errors import raise_all
-from alignment.judging.inputs import read_records
-from alignment.judging.responses import sample_responses
-from alignment.statistics.winrate import accuracy_gain, win_rate
 from alignment.files import write_json
 from alignment.generation import SamplingConfig
+from alignment.judging.inputs import read_records
+from alignment.judging.responses import sample_responses
 from alignment.loading import find_directory
 from alignment.models.weights_config import WeightsConfig
 from alignment.rewards.answers import is_right, reference_problem
 from alignment.rewards.specs import AnswerMatch
 from alignment.settings import NonNegativeInt, PositiveFloat, PositiveInt, Rule, Settings
+from alignment.statistics.winrate import accuracy_gain, win_rate
 
 
 @dataclass(frozen=True)

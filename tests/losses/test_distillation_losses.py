@@ -116,7 +116,7 @@ def test_a_student_that_equals_its_teacher_has_no_cost_and_no_gradient(likeliest
     cost = reverse_kl(student, teacher, likeliest=likeliest)
     cost.sum().backward()
     assert_close(cost, torch.zeros(4), atol=1e-7, rtol=0)
-    assert_close(student.grad, torch.zeros(4, 9), atol=2e-7, rtol=0)
+    assert_close(student.grad, torch.zeros(4, 9), atol=2e-7, rtol=0)  # AVX2 leaves 1.01e-7
 
 
 def test_fewer_tokens_tell_less_apart_and_all_tokens_everything():

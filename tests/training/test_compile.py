@@ -72,7 +72,7 @@ def test_losses_and_gradients_are_the_same_and_shapes_do_not_recompile(model_pai
             total.backward()
             results.append([total, *(parameter.grad for parameter in each.parameters())])
         for one, other in zip(*results, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-5, atol=4e-6)
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=4e-6)  # AVX2: 2.1e-6
         if number == 1:
             first = len(graphs)
     assert 0 < first <= 8  # before and after attention, and not once for each of the layers
