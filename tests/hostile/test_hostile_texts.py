@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from alignment.data.text import rendering
 from alignment.data.text.templates import Dialogue, EscapedControlTokens, render_dialogues
 from alignment.errors import UserError
 
@@ -73,6 +74,7 @@ def test_a_hostile_template_ends_with_a_message(name, tokenizer, tmp_path, monke
     template = template.replace("CANARY", str(tmp_path / "canary")).replace("OUTSIDE", str(tmp_path / "private"))
     monkeypatch.setattr(tokenizer, "chat_template", template)
     monkeypatch.setattr(tokenizer, "name_or_path", "models/given")
+    rendering._process.stop()  # the helper of the tests before would count here with all that it rendered for them
     start, peak = time.process_time() + children(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:
         text = render(tokenizer, MESSAGES, open_turn=False)
