@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from alignment.algorithms.dpo.kin import mean_log_ratio
-from alignment.algorithms.ppo.metrics import moments
+from alignment.algorithms.rollouts.metrics import moments
 from alignment.errors import UserError
 from alignment.evaluation.language_loss import language_loss
 from alignment.generation import SamplingConfig

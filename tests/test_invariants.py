@@ -22,10 +22,12 @@ from alignment.algorithms import dpo, reward
 from alignment.algorithms.policies import load_policy, load_value_model, reference_of
 from alignment.algorithms.ppo import ppo
 from alignment.algorithms.ppo.advantages import add_advantages
-from alignment.algorithms.ppo.metrics import response_means
-from alignment.algorithms.ppo.rollout import Rollout, ragged_of, rollout_batches
+from alignment.algorithms.ppo.loss_functions import rollout_batches
+from alignment.algorithms.ppo.metrics import explained_variance
 from alignment.algorithms.ppo.setup import build_state, read_data
 from alignment.algorithms.ppo.state import ScoreNormalizer
+from alignment.algorithms.rollouts.metrics import response_means
+from alignment.algorithms.rollouts.rollout import Rollout, ragged_of
 from alignment.algorithms.sft import language_loss_fn
 from alignment.data.batches import collate, collate_pairs
 from alignment.data.config import DataConfig
@@ -345,6 +347,7 @@ def test_I4_what_stands_after_a_response_changes_nothing(rollout, junk):
         assert_close(getattr(spoiled, name), F.pad(getattr(rollout, name), (0, 3)), rtol=0, atol=1e-6)
     add = lambda x: x  # noqa: E731
     assert response_means(spoiled, add) == pytest.approx(response_means(rollout, add), abs=1e-6)
+    assert explained_variance(spoiled, add) == pytest.approx(explained_variance(rollout, add), abs=1e-6)
     for one, other in zip(rollout_batches(spoiled, range(8), 20), rollout_batches(rollout, range(8), 20), strict=True):
         for name in ("log_probs", "values", "advantages", "returns"):
             assert_close(getattr(one, name), getattr(other, name), rtol=0, atol=1e-6)

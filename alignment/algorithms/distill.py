@@ -17,13 +17,13 @@ import torch
 
 from alignment.adapters.specs import refuse_dropout
 from alignment.algorithms.policies import Role
-from alignment.algorithms.ppo.config import SamplingSettings
-from alignment.algorithms.ppo.loop import update_on_rollouts
-from alignment.algorithms.ppo.metrics import load_metrics, sample_metrics
-from alignment.algorithms.ppo.rollout import Rollout, collect
-from alignment.algorithms.ppo.servers import ServerSampler
-from alignment.algorithms.ppo.setup import RolloutData, load_start, policy_engine, read_data
-from alignment.algorithms.ppo.state import SamplingState
+from alignment.algorithms.rollouts.config import SamplingSettings
+from alignment.algorithms.rollouts.loop import update_on_rollouts
+from alignment.algorithms.rollouts.metrics import load_metrics, sample_metrics
+from alignment.algorithms.rollouts.rollout import Rollout, collect
+from alignment.algorithms.rollouts.servers import ServerSampler
+from alignment.algorithms.rollouts.setup import RolloutData, load_start, policy_engine, read_rollout_data
+from alignment.algorithms.rollouts.state import SamplingState
 from alignment.algorithms.runs import check_rows, open_run
 from alignment.data.batches import Example, collate
 from alignment.data.text.chat import stop_token_ids
@@ -114,7 +114,7 @@ def run(config: DistillConfig) -> Path:
     """
     with open_run(config, "distill", [config.policy, config.teacher]) as run:
         if not run.finished:
-            data = read_data(config, run)
+            data = read_rollout_data(config, run)
             update_on_rollouts(run, config, data, build_distill_state(config, data), sample_and_distill)
         return run.output / "model"
 

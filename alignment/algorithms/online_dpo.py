@@ -24,13 +24,13 @@ from alignment.algorithms.dpo.dpo import dpo_loss_fn
 from alignment.algorithms.dpo.kin import PreferenceUpdates
 from alignment.algorithms.dpo.responses import note_end
 from alignment.algorithms.policies import Reference, Role, reference_of
-from alignment.algorithms.ppo.config import SamplingSettings
-from alignment.algorithms.ppo.loop import update_on_rollouts
-from alignment.algorithms.ppo.metrics import load_metrics, sample_metrics
-from alignment.algorithms.ppo.rollout import Rollout, collect
-from alignment.algorithms.ppo.servers import ServerSampler
-from alignment.algorithms.ppo.setup import RolloutData, load_start, policy_engine, read_data, source_of
-from alignment.algorithms.ppo.state import SamplingState, Saved
+from alignment.algorithms.rollouts.config import SamplingSettings
+from alignment.algorithms.rollouts.loop import update_on_rollouts
+from alignment.algorithms.rollouts.metrics import load_metrics, sample_metrics
+from alignment.algorithms.rollouts.rollout import Rollout, collect
+from alignment.algorithms.rollouts.servers import ServerSampler
+from alignment.algorithms.rollouts.setup import RolloutData, load_start, policy_engine, read_rollout_data, source_of
+from alignment.algorithms.rollouts.state import SamplingState, Saved
 from alignment.algorithms.runs import open_run, sources_of
 from alignment.data.batches import Example, collate_pairs
 from alignment.data.rows.records import Prompt
@@ -160,7 +160,7 @@ def run(config: OnlineDPOConfig) -> Path:
     parents = [config.policy, *config.judging_models, config.reference]
     with open_run(config, "online_dpo", parents, files=function_files(config.rewards, config.judge)) as run:
         if not run.finished:
-            data = read_data(config, run)
+            data = read_rollout_data(config, run)
             state = build_online_state(config, data, run)
             update_on_rollouts(run, config, data, state, sample_and_update)
             note_end(run)

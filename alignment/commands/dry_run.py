@@ -11,8 +11,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from alignment.algorithms.finetune.finetune import FinetuneConfig
-from alignment.algorithms.ppo.config import SamplingSettings
 from alignment.algorithms.pretrain import Causal, PretrainConfig, find_tokenizer
+from alignment.algorithms.rollouts.config import SamplingSettings
 from alignment.algorithms.runs import to_dict
 from alignment.algorithms.sft import SFTConfig
 from alignment.commands.plan import plan_config, plan_lines

@@ -48,7 +48,7 @@ LOGITS = "logits"
 CACHE = "key-value cache"
 UNSHARDED = "unsharded blocks and buckets"
 SHARED = "shared base"
-USABLE = 0.9  # share of the room within which sampling takes whole weights, as ppo/setup.py has it
+USABLE = 0.9  # share of the room within which sampling takes whole weights, as rollouts/setup.py has it
 MASKED_SHARE = 0.15  # of the tokens, in masked text
 TARGET_SHARE = 0.25  # of the source's length, that a corrupted text's target has
 

@@ -13,8 +13,8 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 from torch import nn
 
-from alignment.algorithms.ppo.config import SamplingSettings
 from alignment.algorithms.reward import OBJECTIVES, RewardConfig
+from alignment.algorithms.rollouts.config import SamplingSettings
 from alignment.config.load import build
 from alignment.config.yaml_source import SourcedYaml, override, read_yaml, strings
 from alignment.data.batches import TokenizedRow

@@ -9,8 +9,8 @@ from torch.testing import assert_close
 
 from alignment.adapters import LoRASpec
 from alignment.algorithms.distill import DistillConfig, build_distill_state, distill_loss_fn, sample_and_distill
-from alignment.algorithms.ppo.rollout import collect, ragged_of
-from alignment.algorithms.ppo.setup import read_data
+from alignment.algorithms.rollouts.rollout import collect, ragged_of
+from alignment.algorithms.rollouts.setup import read_rollout_data
 from alignment.data.config import DataConfig
 from alignment.errors import UserError
 from alignment.loading import load_model
@@ -27,7 +27,7 @@ def built(stage, make_stage, tmp_path, checkpoints):
         settings = {"teacher": str(stage("sft") / "model"), **changes}
         _, config = make_stage("distill", settings.pop("policy", checkpoints["llama"]), tmp_path / "run", **settings)
         with Run(config.output, {}, stage="distill") as directory:
-            data = read_data(config, directory)
+            data = read_rollout_data(config, directory)
             return config, data, build_distill_state(config, data)
 
     return build

@@ -18,9 +18,9 @@ from alignment.algorithms.online_dpo import (
     pair_scorer,
     sample_and_update,
 )
-from alignment.algorithms.ppo.metrics import sample_metrics
-from alignment.algorithms.ppo.rollout import Rollout, collect
-from alignment.algorithms.ppo.setup import read_data
+from alignment.algorithms.rollouts.metrics import sample_metrics
+from alignment.algorithms.rollouts.rollout import Rollout, collect
+from alignment.algorithms.rollouts.setup import read_rollout_data
 from alignment.data.config import DataConfig
 from alignment.errors import UserError
 from alignment.loading import load_model, load_tokenizer
@@ -189,7 +189,7 @@ def built(stage, make_stage, tmp_path):
             "online_dpo", str(stage("sft") / "model"), tmp_path / "run", **{"judge": "gold", **changes}
         )
         with Run(config.output, {}, stage="online_dpo") as directory:
-            data = read_data(config, directory)
+            data = read_rollout_data(config, directory)
             return config, data, build_online_state(config, data, directory)
 
     return build

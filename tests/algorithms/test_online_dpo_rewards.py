@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from alignment.algorithms.online_dpo import build_online_state, make_pairs, sample_and_update
-from alignment.algorithms.ppo import rollout
-from alignment.algorithms.ppo.metrics import sample_metrics
-from alignment.algorithms.ppo.rollout import collect, draw_samples
-from alignment.algorithms.ppo.setup import read_data
-from alignment.algorithms.ppo.state import SampledResponses
+from alignment.algorithms.rollouts import rollout
+from alignment.algorithms.rollouts.metrics import sample_metrics
+from alignment.algorithms.rollouts.rollout import collect, draw_samples
+from alignment.algorithms.rollouts.setup import read_rollout_data
+from alignment.algorithms.rollouts.state import SampledResponses
 from alignment.data.config import DataConfig
 from alignment.errors import UserError
 from alignment.generation import Generation, response_text
@@ -40,7 +40,7 @@ def settings(stage, make_stage, tmp_path):
 def built(config):
     """State and first prompts of a config, built as a run builds them."""
     with Run(config.output, {}, stage="online_dpo") as directory:
-        data = read_data(config, directory)
+        data = read_rollout_data(config, directory)
         return build_online_state(config, data, directory), data.prompts.rows_at(0)
 
 
@@ -132,7 +132,7 @@ def test_one_entry_is_the_short_form(settings, stage):
 
 
 def test_rewards_that_cannot_be_given_are_refused_before_a_network_is_loaded(settings, stage, sums, monkeypatch):
-    from alignment.algorithms.ppo import setup
+    from alignment.algorithms.rollouts import setup
 
     monkeypatch.setattr(setup, "load_policy", lambda *_, **__: pytest.fail("a network was loaded"))
     answer = RewardSpec(answer=AnswerSpec("exact", column="solution"))

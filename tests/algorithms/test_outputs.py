@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 from alignment.algorithms import reward, sft
 from alignment.algorithms.dpo import dpo
-from alignment.algorithms.ppo import loop as ppo
+from alignment.algorithms.rollouts import loop as ppo
 from alignment.data.config import DataConfig
 from alignment.loading import load_model, load_tokenizer
 from alignment.reward_model import load_reward_model, load_reward_network

@@ -10,9 +10,9 @@ import torch
 from alignment.adapters import LoRASpec
 from alignment.algorithms import pretrain, reward, sft
 from alignment.algorithms.dpo import dpo
-from alignment.algorithms.ppo.metrics import sample_columns, texts_of
-from alignment.algorithms.ppo.rollout import Rollout
 from alignment.algorithms.ppo.setup import start_value_model
+from alignment.algorithms.rollouts.metrics import sample_columns, texts_of
+from alignment.algorithms.rollouts.rollout import Rollout
 from alignment.algorithms.runs import read_split
 from alignment.algorithms.sft import language_loss_fn
 from alignment.data.config import DataConfig

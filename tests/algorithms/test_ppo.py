@@ -13,10 +13,10 @@ from torch.testing import assert_close
 
 from alignment.adapters import LoRASpec, PrefixSpec
 from alignment.algorithms.ppo import PPOConfig, iterate
-from alignment.algorithms.ppo.ppo import policy_loss_fn
-from alignment.algorithms.ppo.rollout import RolloutBatch, ragged_of
+from alignment.algorithms.ppo.loss_functions import RolloutBatch, policy_loss_fn
 from alignment.algorithms.ppo.setup import build_state, start_value_model
 from alignment.algorithms.ppo.state import ScoreNormalizer
+from alignment.algorithms.rollouts.rollout import ragged_of
 from alignment.data.config import DataConfig
 from alignment.data.text.chat import prompt_ids
 from alignment.errors import UserError

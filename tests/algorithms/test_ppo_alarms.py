@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from alignment.algorithms.ppo.metrics import new_alarms
-from alignment.algorithms.ppo.state import Alarms
+from alignment.algorithms.rollouts.alarms import Alarms, new_alarms
 
 HEALTHY = {
     "entropy": 2.0, "repetition": 0.05, "distinct_share": 1.0, "ended_share": 0.8, "response_tokens": 20.0, "kl": 0.1,

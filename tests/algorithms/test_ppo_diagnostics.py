@@ -11,15 +11,9 @@ from torch.testing import assert_close
 from alignment.algorithms.policies import Role
 from alignment.algorithms.ppo import PPOConfig
 from alignment.algorithms.ppo.advantages import correction_weights
-from alignment.algorithms.ppo.metrics import (
-    importance_metrics,
-    operations_per_token,
-    repeated_share,
-    rollout_statistics,
-    sample_columns,
-    utilization,
-)
-from alignment.algorithms.ppo.rollout import Rollout
+from alignment.algorithms.ppo.metrics import importance_metrics, operations_per_token, rollout_statistics, utilization
+from alignment.algorithms.rollouts.metrics import repeated_share, sample_columns
+from alignment.algorithms.rollouts.rollout import Rollout
 from alignment.data.config import DataConfig
 from alignment.losses import importance_weights
 from alignment.models.build import build_language_model, build_scalar_model

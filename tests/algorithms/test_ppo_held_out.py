@@ -9,12 +9,12 @@ import torch
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
-from alignment.algorithms.ppo import loop
 from alignment.algorithms.ppo.config import HeldOutConfig
-from alignment.algorithms.ppo.loop import HeldOutScores, judge_held_out
-from alignment.algorithms.ppo.metrics import kl_columns
 from alignment.algorithms.ppo.setup import build_state, read_data
-from alignment.algorithms.ppo.state import HeldOut, win_share
+from alignment.algorithms.rollouts import loop
+from alignment.algorithms.rollouts.loop import HeldOutScores, judge_held_out
+from alignment.algorithms.rollouts.metrics import kl_columns
+from alignment.algorithms.rollouts.state import HeldOut, win_share
 from alignment.data.config import DataConfig
 from alignment.errors import UserError
 from alignment.generation import SamplingConfig, decode_responses

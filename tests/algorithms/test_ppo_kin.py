@@ -14,10 +14,11 @@ from alignment.adapters import LoRASpec, PrefixSpec
 from alignment.algorithms.ppo import iterate
 from alignment.algorithms.ppo import ppo as ppo_module
 from alignment.algorithms.ppo.advantages import add_advantages
-from alignment.algorithms.ppo.loss_functions import normalized_batches, policy_loss_fn
-from alignment.algorithms.ppo.ppo import PPOConfig, update_policy_and_value
-from alignment.algorithms.ppo.rollout import Baseline, Rollout, RolloutBatch, ragged_of
+from alignment.algorithms.ppo.config import PPOConfig
+from alignment.algorithms.ppo.loss_functions import RolloutBatch, normalized_batches, policy_loss_fn
+from alignment.algorithms.ppo.ppo import update_policy_and_value
 from alignment.algorithms.ppo.state import ScoreNormalizer
+from alignment.algorithms.rollouts.rollout import Baseline, Rollout, ragged_of
 from alignment.algorithms.sft import language_loss_fn
 from alignment.data.config import DataConfig
 from alignment.generation import SamplingConfig, decode_responses

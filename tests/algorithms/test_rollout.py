@@ -11,8 +11,9 @@ from torch.testing import assert_close
 
 from alignment.algorithms.ppo.advantages import add_advantages
 from alignment.algorithms.ppo.config import PPOConfig
-from alignment.algorithms.ppo.rollout import Rollout, collect, rollout_batches
+from alignment.algorithms.ppo.loss_functions import rollout_batches
 from alignment.algorithms.ppo.state import PPOState, ScoreNormalizer
+from alignment.algorithms.rollouts.rollout import Rollout, collect
 from alignment.data.config import DataConfig
 from alignment.generation import SamplingConfig, decode_responses
 from alignment.models.huggingface.checkpoint import load_language_model

@@ -20,7 +20,8 @@ from pathlib import Path
 import pytest
 
 from alignment.adapters.specs import DoRASpec, LoRASpec
-from alignment.algorithms.ppo.config import PPOConfig, ServersConfig
+from alignment.algorithms.ppo.config import PPOConfig
+from alignment.algorithms.rollouts.config import ServersConfig
 from alignment.data.config import DataConfig
 from alignment.errors import UserError
 from alignment.generation import SamplingConfig, decode_responses

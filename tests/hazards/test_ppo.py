@@ -16,11 +16,13 @@ from torch.testing import assert_close
 
 from alignment.algorithms.ppo import PPOConfig, iterate
 from alignment.algorithms.ppo.advantages import add_advantages
-from alignment.algorithms.ppo.loss_functions import policy_loss_fn
-from alignment.algorithms.ppo.metrics import kl_columns, new_alarms, sample_columns, sampling_error
-from alignment.algorithms.ppo.rollout import Rollout, RolloutBatch, collect, draw_samples, ragged_of, rollout_batches
+from alignment.algorithms.ppo.loss_functions import RolloutBatch, policy_loss_fn, rollout_batches
+from alignment.algorithms.ppo.metrics import sampling_error
 from alignment.algorithms.ppo.setup import build_state, read_data
-from alignment.algorithms.ppo.state import Alarms, ScoreNormalizer
+from alignment.algorithms.ppo.state import ScoreNormalizer
+from alignment.algorithms.rollouts.alarms import Alarms, new_alarms
+from alignment.algorithms.rollouts.metrics import kl_columns, sample_columns
+from alignment.algorithms.rollouts.rollout import Rollout, collect, draw_samples, ragged_of
 from alignment.data.config import DataConfig
 from alignment.generation import SamplingConfig, decode_responses
 from alignment.loading import load_model

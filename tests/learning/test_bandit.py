@@ -10,7 +10,8 @@ import torch
 from alignment.adapters import LoRASpec, PrefixSpec, attach
 from alignment.algorithms.policies import Policy
 from alignment.algorithms.ppo import FixedKL, PPOConfig, iterate
-from alignment.algorithms.ppo.state import NextRollout, PPOState, ScoreNormalizer
+from alignment.algorithms.ppo.state import PPOState, ScoreNormalizer
+from alignment.algorithms.rollouts.state import NextRollout
 from alignment.data.config import DataConfig
 from alignment.models.build import build_language_model, build_scalar_model
 from alignment.models.language_model import LanguageModel

@@ -7,7 +7,8 @@ exact distribution. Injected faults must miss the target.
 import pytest
 import torch
 
-from alignment.algorithms.ppo import advantages, rollout
+from alignment.algorithms.ppo import advantages
+from alignment.algorithms.rollouts import rollout
 from alignment.losses import dpo_loss, shape_rewards
 from tests.learning.known_optimum import LENGTH, VOCABULARY, TablePolicy, World, table_sampler, train
 

@@ -8,8 +8,7 @@ import pytest
 import yaml
 
 from alignment.algorithms.ppo.config import PPOConfig
-from alignment.algorithms.ppo.metrics import new_alarms
-from alignment.algorithms.ppo.state import Alarms
+from alignment.algorithms.rollouts.alarms import Alarms, new_alarms
 from alignment.cli import main
 from alignment.config.schema import config_keys, packaged_schema
 from alignment.data.config import DataConfig

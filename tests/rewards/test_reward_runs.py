@@ -9,9 +9,9 @@ import torch
 from torch.testing import assert_close
 
 from alignment.algorithms.ppo import iterate, ppo
-from alignment.algorithms.ppo.advantages import add_advantages
+from alignment.algorithms.ppo.advantages import add_advantages, greedy_baseline
 from alignment.algorithms.ppo.ppo import update_policy_and_value
-from alignment.algorithms.ppo.rollout import Baseline, collect, greedy_baseline
+from alignment.algorithms.rollouts.rollout import Baseline, collect
 from alignment.data.config import DataConfig
 from alignment.errors import UserError
 from alignment.generation import response_text

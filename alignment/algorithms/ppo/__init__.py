@@ -1,9 +1,8 @@
 """Proximal policy optimization (PPO) against a reward model, with a KL penalty and InstructGPT's pretraining mix.
 
-Read in this order: ppo.py, the run and its iteration; rollout.py, sampling and what the networks say of samples;
-advantages.py; loss_functions.py, the losses of an update; the formulas in losses/policy.py.
-config.py has the settings, setup.py data and networks, state.py what an iteration reads and changes, loop.py the loop
-of iterations and the evaluation on held-out prompts, metrics.py everything that is logged.
+Read in this order: ppo.py, the run and its iteration; advantages.py; loss_functions.py, the losses of an update; the
+formulas in losses/policy.py. Sampling and the loop are in the folder rollouts. config.py has the settings, setup.py
+networks and state of a run, state.py the KL controller and the normalizer of scores, metrics.py what PPO alone logs.
 """
 
 from alignment.algorithms.ppo.config import PPOConfig

@@ -1,15 +1,17 @@
 """Advantages of a rollout, by which each token's update is multiplied, and importance weights of off-policy samples."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from alignment.algorithms.ppo.config import PPOConfig
-from alignment.algorithms.ppo.rollout import Baseline, Rollout
-from alignment.algorithms.ppo.state import ScoreNormalizer
+from alignment.algorithms.ppo.state import PPOState, ScoreNormalizer
+from alignment.algorithms.rollouts.rollout import Baseline, Rollout, sample
+from alignment.data.batches import Example
+from alignment.generation import SamplingConfig
 from alignment.losses.policy import (
     dr_grpo_advantages,
     gae,
@@ -21,6 +23,7 @@ from alignment.losses.policy import (
     shape_rewards,
     whiten,
 )
+from alignment.rewards.combine import Rewards, as_scores
 
 GROUP_ADVANTAGES = {"rloo": rloo_advantages, "grpo": grpo_advantages, "dr_grpo": dr_grpo_advantages}
 
@@ -106,3 +109,23 @@ def correction_weights(rollout: Rollout, config: PPOConfig) -> Tensor | None:
         return None
     tokens = (rollout.log_probs, rollout.sampled_log_probs, rollout.mask)
     return importance_weights(*tokens, cap=config.importance_cap, sequence=config.ratio == "sequence")
+
+
+@torch.no_grad()
+def greedy_baseline(rollout: Rollout, state: PPOState, config: PPOConfig, prompts: Sequence[Example]) -> Baseline:
+    """Scores of the greedy response to each row's prompt; they are in no statistics of the rewards."""
+    group = state.process_group
+    count = config.responses_per_prompt
+    local = prompts[group.rank :: group.size]
+    numbers = rollout.numbers[::count]
+    greedy = SamplingConfig(config.max_new_tokens, temperature=0.0)
+    responses = sample(state, greedy, [list(prompt.ids) for prompt in local], numbers, config.micro_rollout_batch_size)
+    judge = state.score.judge if isinstance(state.score, Rewards) else state.score
+    with state.policy.backend.autocast():
+        scores = as_scores(judge(local, responses.token_ids, responses.ended))
+
+    def of_rows(values: Tensor) -> Tensor:
+        return values.to(group.device).repeat_interleave(count)
+
+    shaped = None if scores.shaped is None else of_rows(scores.shaped)
+    return Baseline(of_rows(scores.total), of_rows(torch.tensor(responses.ended)), shaped)

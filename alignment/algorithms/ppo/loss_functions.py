@@ -1,13 +1,14 @@
 """The loss functions of PPO's updates: sums over a micro-batch, which the engine divides by the minibatch's weight."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from alignment.algorithms.ppo.config import PPOConfig
-from alignment.algorithms.ppo.rollout import RolloutBatch
+from alignment.algorithms.rollouts.rollout import Rollout, ragged_groups
 from alignment.losses.policy import (
     clipped_policy_loss,
     clipped_tokens,
@@ -18,7 +19,23 @@ from alignment.losses.policy import (
 from alignment.models.classifiers import values_before_targets
 from alignment.models.model import Model
 from alignment.models.outputs import LanguageOutput
+from alignment.ragged import RaggedBatch
 from alignment.training import LossFn, LossSum
+
+
+@dataclass(frozen=True)
+class RolloutBatch(RaggedBatch):
+    """Some rows of a rollout for one forward: the ragged tokens and, the tensors above for each response token, [M]."""
+
+    log_probs: Tensor
+    values: Tensor | None
+    advantages: Tensor
+    returns: Tensor
+    weights: Tensor | None = None
+    reference_log_probs: Tensor | None = None
+
+
+BATCH_COLUMNS = ("log_probs", "values", "advantages", "returns", "weights", "reference_log_probs")
 
 
 def policy_loss_fn(
@@ -112,6 +129,20 @@ def loss_sum(cost: Tensor, metrics: dict[str, Tensor], batch: RolloutBatch, conf
     tokens = torch.full((), float(len(cost)), device=cost.device)
     means = {name: (value.sum(), tokens) for name, value in metrics.items() if name not in losses}
     return LossSum((cost * share).sum(), losses, means)
+
+
+def rollout_batches(rollout: Rollout, rows: Sequence[int], micro_batch_tokens: int) -> list[RolloutBatch]:
+    """Micro-batches of the given rows of a rollout that has its advantages."""
+    documents = [rollout.prompts[i] for i in rows], [rollout.responses[i] for i in rows]
+    numbers = [rollout.numbers[i] for i in rows]
+    batches = []
+    for group, ragged in ragged_groups(*documents, numbers, micro_batch_tokens, rollout.share_prompts):
+        members = [rows[i] for i in group]
+        mask = rollout.mask[members]
+        given = {name: getattr(rollout, name) for name in BATCH_COLUMNS}
+        flat: dict[str, Any] = {n: x if x is None else x[members][mask] for n, x in given.items()}
+        batches.append(RolloutBatch(ragged.to(mask.device), **flat))
+    return batches
 
 
 def normalized_batches(batches: Sequence[RolloutBatch], config: PPOConfig) -> list[RolloutBatch]:

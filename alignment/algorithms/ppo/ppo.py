@@ -11,14 +11,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from alignment.algorithms.ppo.advantages import add_advantages
+from alignment.algorithms.ppo.advantages import add_advantages, greedy_baseline
 from alignment.algorithms.ppo.config import PPOConfig
-from alignment.algorithms.ppo.loop import update_on_rollouts
-from alignment.algorithms.ppo.loss_functions import normalized_batches, policy_loss_fn, value_loss_fn
-from alignment.algorithms.ppo.metrics import rollout_metrics
-from alignment.algorithms.ppo.rollout import Rollout, RolloutBatch, collect, greedy_baseline, rollout_batches
+from alignment.algorithms.ppo.loss_functions import (
+    RolloutBatch,
+    normalized_batches,
+    policy_loss_fn,
+    rollout_batches,
+    value_loss_fn,
+)
+from alignment.algorithms.ppo.metrics import rollout_metrics, utilization
 from alignment.algorithms.ppo.setup import build_state, note_distant_start, read_data
 from alignment.algorithms.ppo.state import PPOState
+from alignment.algorithms.rollouts.loop import update_on_rollouts
+from alignment.algorithms.rollouts.rollout import Rollout, collect
 from alignment.algorithms.runs import open_run
 from alignment.algorithms.sft import language_loss_fn
 from alignment.data.batches import Example
@@ -73,6 +79,8 @@ def iterate(
         raise UserError("rewards: no response of this iteration has a score, so there is nothing to learn from")
     rollout = add_advantages(rollout, config, state.normalizer.fit(rollout.scores, reduce), state.kl.coef, reduce)
     metrics = rollout_metrics(rollout, state, config) | update_policy_and_value(state, config, rollout, step)
+    documents = [len(p) + len(r) for p, r in zip(rollout.prompts, rollout.responses, strict=True)]
+    metrics |= utilization(metrics, config, state.roles, state.process_group, documents=documents)
     state.kl.update(metrics["kl"], len(prompts) * config.responses_per_prompt)
     return metrics, rollout
 

@@ -5,20 +5,20 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from alignment.algorithms.policies import Reference
-from alignment.algorithms.ppo.config import PPOConfig, SamplingSettings
-from alignment.algorithms.ppo.state import PPOState, SampledResponses, SamplingState
+from alignment.algorithms.rollouts.config import SamplingSettings
+from alignment.algorithms.rollouts.state import SampledResponses, SamplingState
 from alignment.data.batches import Example
 from alignment.generation import Generation, SamplingConfig, decode_responses
 from alignment.losses.language import CHUNK_ELEMENTS, kl_divergence
 from alignment.models.model import Model
-from alignment.ragged import Ragged, RaggedBatch, Sharing, allowed, fill_groups, group_by_length
-from alignment.rewards.combine import Rewards, as_scores
+from alignment.ragged import Ragged, Sharing, allowed, fill_groups, group_by_length
+from alignment.rewards.combine import as_scores
 from alignment.training.speed import PhaseClock
 
 Group = TypeVar("Group")
@@ -102,21 +102,6 @@ class Rollout:
         return self.mask & self.learned.unsqueeze(1)
 
 
-@dataclass(frozen=True)
-class RolloutBatch(RaggedBatch):
-    """Some rows of a rollout for one forward: the ragged tokens and, the tensors above for each response token, [M]."""
-
-    log_probs: Tensor
-    values: Tensor | None
-    advantages: Tensor
-    returns: Tensor
-    weights: Tensor | None = None
-    reference_log_probs: Tensor | None = None
-
-
-BATCH_COLUMNS = ("log_probs", "values", "advantages", "returns", "weights", "reference_log_probs")
-
-
 # Sampling
 
 
@@ -193,26 +178,6 @@ def sample(
             cuda_graphs=state.cuda_graphs and not sharded,
             vocabulary=sampler.known_tokens,
         )
-
-
-@torch.no_grad()
-def greedy_baseline(rollout: Rollout, state: PPOState, config: PPOConfig, prompts: Sequence[Example]) -> Baseline:
-    """Scores of the greedy response to each row's prompt; they are in no statistics of the rewards."""
-    group = state.process_group
-    count = config.responses_per_prompt
-    local = prompts[group.rank :: group.size]
-    numbers = rollout.numbers[::count]
-    greedy = SamplingConfig(config.max_new_tokens, temperature=0.0)
-    responses = sample(state, greedy, [list(prompt.ids) for prompt in local], numbers, config.micro_rollout_batch_size)
-    judge = state.score.judge if isinstance(state.score, Rewards) else state.score
-    with state.policy.backend.autocast():
-        scores = as_scores(judge(local, responses.token_ids, responses.ended))
-
-    def of_rows(values: Tensor) -> Tensor:
-        return values.to(group.device).repeat_interleave(count)
-
-    shaped = None if scores.shaped is None else of_rows(scores.shaped)
-    return Baseline(of_rows(scores.total), of_rows(torch.tensor(responses.ended)), shaped)
 
 
 # The networks' numbers
@@ -385,20 +350,6 @@ def equally_many(groups: list[Group], state: SamplingState) -> list[Group]:
     if not state.policy.backend.collective_forward:
         return groups
     return [*groups, *[groups[-1]] * (state.process_group.largest(len(groups)) - len(groups))]
-
-
-def rollout_batches(rollout: Rollout, rows: Sequence[int], micro_batch_tokens: int) -> list[RolloutBatch]:
-    """Micro-batches of the given rows of a rollout that has its advantages."""
-    documents = [rollout.prompts[i] for i in rows], [rollout.responses[i] for i in rows]
-    numbers = [rollout.numbers[i] for i in rows]
-    batches = []
-    for group, ragged in ragged_groups(*documents, numbers, micro_batch_tokens, rollout.share_prompts):
-        members = [rows[i] for i in group]
-        mask = rollout.mask[members]
-        given = {name: getattr(rollout, name) for name in BATCH_COLUMNS}
-        flat: dict[str, Any] = {n: x if x is None else x[members][mask] for n, x in given.items()}
-        batches.append(RolloutBatch(ragged.to(mask.device), **flat))
-    return batches
 
 
 def response_mask(responses: Sequence[Sequence[int]], device: torch.device) -> Tensor:

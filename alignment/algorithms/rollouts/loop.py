@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from alignment.algorithms.policies import note_balance, note_dropout_off, note_memory, save_policy
-from alignment.algorithms.ppo.config import SamplingSettings
-from alignment.algorithms.ppo.metrics import kl_columns, report
-from alignment.algorithms.ppo.rollout import Rollout, ask_in_batches, exact_token_kl, response_mask, sample
-from alignment.algorithms.ppo.setup import RolloutData, choose_rollout_weights
-from alignment.algorithms.ppo.state import HeldOut, SampledResponses, SamplingState
+from alignment.algorithms.rollouts.config import SamplingSettings
+from alignment.algorithms.rollouts.metrics import kl_columns, report
+from alignment.algorithms.rollouts.rollout import Rollout, ask_in_batches, exact_token_kl, response_mask, sample
+from alignment.algorithms.rollouts.setup import RolloutData, choose_rollout_weights
+from alignment.algorithms.rollouts.state import HeldOut, SampledResponses, SamplingState
 from alignment.data.batches import Example
 from alignment.errors import UserError
 from alignment.ragged import Ragged
@@ -71,7 +71,7 @@ def update_on_rollouts(
             if is_over(held_out, result):
                 run.total = step + 1
                 run.note(f"the run ends after iteration {step + 1}: {reason(held_out, training, result)}")
-        report(run, state, config, metrics, rollout, step=step + 1, seconds=seconds)
+        report(run, state, metrics, rollout, step=step + 1, seconds=seconds)
         save_run_state(run, state.engines, training, step + 1, result.state() | state.saved())
         if step + 1 == run.total and (step + 1 < last or result.best is not None):
             result.write(step + 1)

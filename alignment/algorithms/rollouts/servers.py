@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from alignment.algorithms.policies import Policy, save_policy
-from alignment.algorithms.ppo.config import ServersConfig
+from alignment.algorithms.rollouts.config import ServersConfig
 from alignment.errors import UserError
 from alignment.generation import Generation, SamplingConfig
 from alignment.rewards.judge import RequestFailed, send_json
