@@ -5,7 +5,7 @@ FROM python:3.12-slim
 
 # torch without CUDA's libraries, which are several gigabytes.
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
-ARG EXTRAS=serve
+ARG EXTRAS=text-metrics
 
 WORKDIR /opt/alignment
 COPY . .

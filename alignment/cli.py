@@ -377,50 +377,15 @@ def chat(
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest reply.")] = 512,
 ) -> None:
     """Talk with a model in the terminal."""
-    from alignment.commands import chat as terminal
-    from alignment.commands.serve import ServeConfig
+    from alignment.commands.chat import chat_in_terminal
     from alignment.generation import SamplingConfig
     from alignment.models.weights_config import WeightsConfig
-    from alignment.serving.protocol import ChatBody
 
     try:
-        SamplingConfig(temperature=temperature, top_p=top_p)
+        sampling = SamplingConfig(max_tokens, temperature, top_p=top_p)
     except ValueError as error:
         raise UserError(str(error)) from error
-    config = ServeConfig(
-        model, adapter, chat_template, WeightsConfig(dtype, quantize), max_tokens=max_tokens, max_batch=1
-    )
-    terminal.chat_in_terminal(config, ChatBody(temperature=temperature, top_p=top_p, seed=seed), system)
-
-
-@app.command()
-def serve(
-    model: Model,
-    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8000,
-    allow_remote: Annotated[bool, typer.Option("--allow-remote", help="Let other machines reach it.")] = False,
-    api_key_env: Annotated[str | None, typer.Option(metavar="NAME", help="Variable with the clients' key.")] = None,
-    adapter: AdapterName = None,
-    adapters: Adapters = None,
-    dtype: Dtype = "auto",
-    quantize: Quantize = None,
-    chat_template: ChatTemplate = None,
-    name: Annotated[str | None, typer.Option(help="The model's name in requests; MODEL by default.")] = None,
-    max_batch: Annotated[int, typer.Option(min=1, help="Responses decoded side by side.")] = 32,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Longest chat response where a request names none.")] = 512,
-) -> None:
-    """Serve a model in OpenAI's protocol: /v1/chat/completions, /v1/completions, /v1/models, /health.
-
-    Each of --adapters answers under its own name as the model of a request, all over one base and in one batch.
-    """
-    from alignment.commands import serve as serving
-    from alignment.models.weights_config import WeightsConfig
-
-    weights = WeightsConfig(dtype, quantize)
-    config = serving.ServeConfig(
-        model, adapter, chat_template, weights, name, max_batch, max_tokens, _named(adapters, *NAMED_ADAPTER)
-    )
-    serving.serve_model(config, host, port, allow_remote=allow_remote, key_variable=api_key_env)
+    chat_in_terminal(model, adapter, chat_template, WeightsConfig(dtype, quantize), sampling, seed=seed, system=system)
 
 
 @app.command()

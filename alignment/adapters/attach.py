@@ -285,7 +285,7 @@ def _not_by_document(name: str, directory: Path) -> Iterator[str]:
     if not isinstance(spec, LoRASpec | PrefixSpec | PromptSpec):
         yield (
             f"adapters.{name}: {directory} is {spec.kind}, and only lora, prefix and prompt act on single documents of "
-            "a batch; serve it alone (--adapter)"
+            "a batch; use it alone (--adapter)"
         )
     elif isinstance(spec, LoRASpec) and (
         whole := [tensor_name for tensor_name in tensors if ".lora_" not in tensor_name]

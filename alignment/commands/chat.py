@@ -1,66 +1,99 @@
 """The command `alignment chat`: a dialogue with a model in the terminal, its words shown as they come."""
 
-import queue
+import secrets
 import sys
+from dataclasses import replace
+from functools import partial
 
-from alignment.commands.serve import ServeConfig, load_served
+from alignment.adapters import load_adapter
 from alignment.data.rows.records import Message, Messages
+from alignment.data.text.chat import stop_token_ids
+from alignment.data.tokenizers.tokenizer import check_vocabulary, known_tokens
 from alignment.errors import UserError
-from alignment.generation.requests import TokenEvent
-from alignment.loading import load_tokenizer
-from alignment.serving.app import ModelThread, ServedModel
-from alignment.serving.protocol import BadRequest, ChatBody
+from alignment.generation import DecodingRequest, SamplingConfig
+from alignment.generation.engine import DecodingEngine
+from alignment.generation.generate import read_prompts
+from alignment.loading import best_device, describe_stop_tokens, find_directory, load_model, load_tokenizer
+from alignment.models.model import start_token_of
+from alignment.models.weights_config import WeightsConfig
 
 HELP = "an empty line is skipped, /new begins another dialogue, Ctrl-C stops a reply, Ctrl-D ends"
 
 
-def chat_in_terminal(config: ServeConfig, asked: ChatBody, system: str | None) -> None:
+def chat_in_terminal(
+    name: str,
+    adapter: str | None,
+    chat_template: str | None,
+    weights: WeightsConfig,
+    sampling: SamplingConfig,
+    *,
+    seed: int | None,
+    system: str | None,
+) -> None:
     """Read messages and write replies until the input ends.
 
     Args:
-        asked: the sampling of replies; without a seed, other replies each time.
+        name, adapter: directories or Hub names.
+        sampling: of replies; its `max_new_tokens` is lowered to what the model's positions leave.
+        seed: of each reply; None: other replies each time.
         system: the system message before the dialogue.
     """
-    if load_tokenizer(config.model, config.chat_template).chat_template is None:
+    tokenizer = load_tokenizer(name, chat_template)
+    if tokenizer.chat_template is None:
         raise UserError(
-            f"{config.model}: the model has no chat template; choose one by --chat-template (chatml, llama3, ... or a "
-            "file), or continue texts by `alignment generate`"
+            f"{name}: the model has no chat template; choose one by --chat-template (chatml, llama3, ... or a file), or "
+            "continue texts by `alignment generate`"
         )
+    model = load_model(name, weights.dtype, best_device(), quantize=weights.quantize)
+    if adapter is not None:
+        model = load_adapter(model, find_directory(adapter)).eval()
+    check_vocabulary(tokenizer, model.spec.vocabulary)
+    start_token = start_token_of(model)
+    make_engine = partial(
+        DecodingEngine,
+        model,
+        max_rows=1,
+        start_token=start_token,
+        tokenizer=tokenizer,
+        vocabulary=known_tokens(tokenizer),
+    )
+    positions = model.spec.max_positions - model.virtual_tokens()
+    print(f"{describe_stop_tokens(name, tokenizer)}\n{HELP}", file=sys.stderr)
     start: Messages = [] if system is None else [Message(role="system", content=system)]
-    with load_served(config) as (served, thread):
-        print(HELP, file=sys.stderr)
-        messages = start
-        while True:
+    messages = start
+    while True:
+        try:
+            said = input("> ")
+        except EOFError:
+            return
+        if said.strip() == "/new":
+            messages = start
+        elif said.strip():
+            dialogue: Messages = [*messages, Message(role="user", content=said)]
+            drawn = replace(sampling, seed=secrets.randbits(48) if seed is None else seed)
             try:
-                said = input("> ")
-            except EOFError:
-                return
-            if said.strip() == "/new":
-                messages = start
-            elif said.strip():
-                dialogue: Messages = [*messages, Message(role="user", content=said)]
-                try:
-                    answer = reply(served, thread, dialogue, asked)
-                    messages = [*dialogue, Message(role="assistant", content=answer)]
-                except BadRequest as error:
-                    print(f"{error}; /new begins another dialogue", file=sys.stderr)
+                [prompt] = read_prompts(tokenizer, [dialogue], start_token)
+                room = positions - (len(prompt) if start_token is None else 0)  # an encoder's prompt takes none
+                drawn = replace(drawn, max_new_tokens=max(1, min(drawn.max_new_tokens, room)))
+                request = DecodingRequest(prompt, drawn, stop_ids=sorted(stop_token_ids(tokenizer)))
+                answer = reply(make_engine(), request)
+                messages = [*dialogue, Message(role="assistant", content=answer)]
+            except UserError as error:
+                print(f"{error}; /new begins another dialogue", file=sys.stderr)
 
 
-def reply(served: ServedModel, thread: ModelThread, messages: Messages, asked: ChatBody) -> str:
+def reply(engine: DecodingEngine, request: DecodingRequest) -> str:
     """Write a reply as it comes, and return it; Ctrl-C ends it where it is."""
-    arrived: queue.SimpleQueue[TokenEvent | BadRequest] = queue.SimpleQueue()
-    cancel = thread.submit(served.requests(asked, [served.prompt_ids(messages)]), [arrived.put])
     text = ""
+    engine.add(request)
     try:
-        while True:
-            event = arrived.get()
-            if isinstance(event, BadRequest):
-                raise event
-            print(event.text, end="", flush=True)
-            text += event.text
-            if event.finish is not None:
-                break
+        while engine.unfinished:
+            for event in engine.step():
+                if event.finish == "error":
+                    raise UserError(event.text)
+                print(event.text, end="", flush=True)
+                text += event.text
     except KeyboardInterrupt:
-        cancel()
+        pass
     print()
     return text

@@ -24,8 +24,6 @@ CORE = (
 OPTIONAL = {  # package on PyPI -> use
     "deepspeed": "ZeRO: --launch launch/zero2 and launch/zero3",
     "bitsandbytes": "weights.quantize, and optim.name with 8 bits",
-    "starlette": "alignment serve",
-    "uvicorn": "alignment serve",
     "lm-eval": "lm_eval in alignment evaluate benchmarks",
     "rouge-score": "rouge_l in tasks of alignment evaluate benchmarks",
     "sacrebleu": "bleu in tasks of alignment evaluate benchmarks",

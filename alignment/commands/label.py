@@ -8,8 +8,8 @@ from pathlib import Path
 from uuid import NAMESPACE_URL, uuid5
 
 from alignment.files import write_json, write_json_lines
+from alignment.judging.label_page import LabelServer
 from alignment.judging.labels import JSON, Label, LabelSession, name_in
-from alignment.serving.label_page import LabelServer
 from alignment.training.run.directory import lock
 
 PREFERENCES: dict[tuple[int, ...], str] = {  # by the ranks of a pair

@@ -94,7 +94,7 @@ class DataConfig(Settings):
             on each in an example of its own, after the prompt that generation renders (for chat templates that rewrite
             earlier turns).
         as_messages: make messages of prompts that are plain text, which then go through the chat template as
-            `generate`, `chat` and `serve` send theirs: Alpaca's instruction and input, the turns of an HH-RLHF
+            `generate` and `chat` send theirs: Alpaca's instruction and input, the turns of an HH-RLHF
             dialogue, or the whole prompt, as the user's.
         max_lost_share: of the rows read.
         max_cut_share: of the rows kept: prompts without their beginning, or responses without their end.

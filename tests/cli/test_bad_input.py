@@ -177,7 +177,7 @@ def test_what_is_to_be_installed_is_an_extra_of_this_checkout():
     extras = (root / "pyproject.toml").read_text(encoding="utf-8").partition("[project.optional-dependencies]")[2]
     assert not re.findall(r"alignment\[\w+\]", text)
     advised = set(re.findall(r"install_advice\(['\"]([\w-]+)", text))
-    assert {"serve", "quantization"} <= advised
+    assert {"gguf", "quantization"} <= advised
     assert all(f"\n{extra} = [" in extras for extra in advised)
 
 

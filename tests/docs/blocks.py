@@ -22,7 +22,7 @@ from alignment.pipeline.stages import STAGES, find_stage
 from tests.docs.pages import LANGUAGES, ROOT, Block
 
 SHELL = re.compile(r"[;&|<>()]+")  # a token of these characters alone ends a command
-WAITING = ("serve", "chat", "label")  # commands that do not end by themselves
+WAITING = ("chat", "label")  # commands that do not end by themselves
 
 
 class WrongBlock(AssertionError):

@@ -5,15 +5,13 @@ import math
 import re
 import shutil
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from alignment import cli
-from alignment.commands import serve as server_commands
 from alignment.config.load import load_config
 from alignment.data.config import DataConfig
 from alignment.data.rows.records import Prompt
@@ -35,9 +33,7 @@ from alignment.models.weights_config import WeightsConfig
 from alignment.reports.html import format_cell
 from alignment.reports.recipe_report import summary_rows
 from alignment.reward_model import RewardModel, load_reward_model
-from alignment.serving.app import build_app
 from alignment.training.run.directory import lock
-from tests.serving.test_serve import running_server
 from tests.stub_server import serving
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
@@ -604,45 +600,6 @@ def test_the_cost_of_a_contestant_is_foretold_from_the_longest_response(config_o
         config = config_of(64, endpoints={"api": service}, max_new_tokens=50)
         sampling.endpoint_responses(config, service, [Prompt("Guest:", {}, "row 0"), Prompt("Host:", {}, "row 1")])
     assert "a cost of at most about 100.00" in capsys.readouterr().err
-
-
-def always_say(directory, tokenizer, *tokens):
-    """Rewrite a Llama so that its next token is the first of `tokens`, then the second, whatever it reads."""
-    file = Path(directory) / "model.safetensors"
-    weights = load_file(file)
-    for name, value in weights.items():
-        if name.endswith(("o_proj.weight", "down_proj.weight")) or name == "lm_head.weight":
-            value.zero_()  # the layers add nothing to the embeddings
-    weights["model.embed_tokens.weight"][:, 0] = 5.0
-    weights["model.norm.weight"].fill_(1.0)
-    for rank, token in enumerate(tokens):
-        weights["lm_head.weight"][tokenizer.convert_tokens_to_ids(token), 0] = 3.0 - rank
-    save_file(weights, file, {"format": "pt"})
-
-
-def test_our_own_server_judges_and_one_that_always_says_the_same_letter_is_named(
-    config_of, write_checkpoint, tokenizer, tmp_path
-):
-    """A tiny Llama behind `alignment serve` that judges by the log-probabilities of its first token: A, whatever it reads."""
-    judge, path = write_checkpoint(tmp_path / "judge", "llama", max_position_embeddings=4096), tmp_path / "many.jsonl"
-    (tmp_path / "judge/chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}\n{% endfor %}")
-    always_say(judge, tokenizer, "A", "B")
-    path.write_text("".join(json.dumps({"prompt": f"guest {i}"}) + "\n" for i in range(12)))
-    with (
-        server_commands.load_served(server_commands.ServeConfig(judge, name="tiny")) as (served, thread),
-        running_server(build_app(served, thread)) as url,
-    ):
-        service = EndpointConfig(url=f"{url}/v1/chat/completions", model="tiny", logprobs=True, requests=4)
-        changes = {"judge": "endpoint", "endpoint": service, "data": DataConfig(train=str(path), max_length=64)}
-        results = json.loads(evaluation.run(config_of(64, **changes)).read_text())
-        by_text = {**changes, "endpoint": replace(service, logprobs=False, max_tokens=1)}
-        assert json.loads(evaluation.run(config_of(64, **by_text)).read_text())["models"] == results["models"]
-    [warning] = faults_of_judges(results)
-    assert "the judge prefers the response shown first" in warning and "12 of 12 items" in warning
-    assert results["models"]["two"]["win_rate"]["rate"] == 0.5 and results["judging"]["calls"] == 24
-    rows = read_judgments(tmp_path / "out/judgments.jsonl")
-    assert [row.probability is not None for row in rows] == [True] * 24 + [False] * 24
-    assert results["judging"]["prompt_tokens"] > 24 * 300
 
 
 def test_one_of_several_reward_models_may_fail_as_often_as_the_config_allows(config_of):

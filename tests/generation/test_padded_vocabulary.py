@@ -11,10 +11,9 @@ from torch.testing import assert_close
 from alignment.algorithms.best_of_n import BestOfNConfig
 from alignment.algorithms.best_of_n import run as run_best_of_n
 from alignment.algorithms.sft import SamplesConfig
-from alignment.commands import serve
 from alignment.data.config import DataConfig
 from alignment.data.rows.records import Prompt
-from alignment.generation import DecodingRequest, SamplingConfig, generate
+from alignment.generation import SamplingConfig, generate
 from alignment.generation.sampling import RowSampler
 from alignment.judging.likelihood import LanguageScorer
 from alignment.judging.responses import sample_responses
@@ -105,19 +104,7 @@ def benchmarked(policy, make_stage, world, folder):
     LanguageScorer(load_model(policy), load_tokenizer(policy)).responses(PROMPTS, SamplingConfig(12))
 
 
-def served(policy, make_stage, world, folder):
-    with serve.load_served(serve.ServeConfig(policy)) as (_, thread):
-        engine = thread._make_engine()
-        ids = load_tokenizer(policy)(PROMPTS)["input_ids"]
-        for number, prompt in enumerate(ids):
-            request = DecodingRequest(prompt, SamplingConfig(12), number, alternatives=20, log_probs="model")
-            engine.add(request)
-        while engine.unfinished:
-            for event in engine.step():
-                assert max(token for token, _ in event.alternatives) < len(load_tokenizer(policy))
-
-
-@pytest.mark.parametrize("use", [sft, best_of, evaluated, benchmarked, served], ids=lambda use: use.__name__)
+@pytest.mark.parametrize("use", [sft, best_of, evaluated, benchmarked], ids=lambda use: use.__name__)
 def test_nothing_that_samples_draws_an_id_without_a_token(use, policies, drawn, make_stage, world, tmp_path, tokenizer):
     use(policies[64], make_stage, world, tmp_path)
     assert len(drawn) > 10 and max(drawn) < len(tokenizer)

@@ -8,7 +8,12 @@ import pytest
 from alignment import generate, load_model, load_tokenizer
 from alignment.cli import main
 from alignment.commands.chat import HELP
-from tests.serving.test_serve import CHAT
+
+CHAT = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}"
+    "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
 
 
 @pytest.fixture

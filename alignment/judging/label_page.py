@@ -14,7 +14,7 @@ from urllib.parse import parse_qs, urlsplit
 from jinja2 import Template
 
 from alignment.errors import UserError
-from alignment.serving.protocol import JSON, BadRequest
+from alignment.judging.labels import JSON
 
 PAGE = Template((Path(__file__).parent / "templates" / "label.html.jinja").read_text(encoding="utf-8"), autoescape=True)
 LOCAL_NAMES = ("localhost", "127.0.0.1")
@@ -33,6 +33,14 @@ POLICY = (
 
 # That a client is told; an OSError: the file of labels cannot be written.
 REASONS = (ValueError, LookupError, TypeError, RecursionError, OSError)
+
+
+class Refused(ValueError):
+    """A request that is not answered, and its HTTP status."""
+
+    def __init__(self, message: str, status: int):
+        super().__init__(message)
+        self.status = status
 
 
 class LabelServer(ThreadingHTTPServer):
@@ -89,7 +97,7 @@ class Handler(BaseHTTPRequestHandler):
         self.check(self.headers.get("Authorization", "").removeprefix("Bearer "), self.path in self.server.routes)
         length = self.headers.get("Content-Length", "")
         if self.headers.get_content_type() != "application/json" or not length.isdecimal() or int(length) > MOST_BYTES:
-            raise BadRequest(f"the body must be JSON of at most {MOST_BYTES} bytes, with its length", status=415)
+            raise Refused(f"the body must be JSON of at most {MOST_BYTES} bytes, with its length", status=415)
         body = dict(json.loads(self.rfile.read(int(length))))
         return "application/json", json.dumps(self.server.routes[self.path](body))
 
@@ -104,11 +112,9 @@ class Handler(BaseHTTPRequestHandler):
         own_page = self.headers.get("Origin", f"http://{host}") == f"http://{host}"
         own_page &= self.headers.get("Sec-Fetch-Site", "none") in ("none", "same-origin")
         if not (own_name and own_page and secrets.compare_digest(token.encode(), self.server.token.encode())):
-            raise BadRequest(
-                "the token is missing, or this is another address: open the one in the terminal", status=403
-            )
+            raise Refused("the token is missing, or this is another address: open the one in the terminal", status=403)
         if not known:
-            raise BadRequest("no such page", status=404)
+            raise Refused("no such page", status=404)
 
     def log_message(self, format: str, *args: object) -> None:
         """Log nothing: the first line of a request holds the token."""

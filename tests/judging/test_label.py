@@ -23,9 +23,9 @@ from alignment.evaluation import file_judge
 from alignment.files import hash_of
 from alignment.judging import labeled_items
 from alignment.judging.judgments import read_judgments
+from alignment.judging.label_page import MOST_BYTES, LabelServer
 from alignment.judging.labeled_items import Items, LabelColumns
 from alignment.judging.labels import LabelSession, agreement_lines, questions, read_questions
-from alignment.serving.label_page import MOST_BYTES, LabelServer
 from alignment.training.run.directory import lock
 from tests.killing import run_killed
 
