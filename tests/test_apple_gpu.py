@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from alignment.algorithms.dpo.kin import mean_log_ratio
+from alignment.algorithms.dpo.global_inputs import mean_log_ratio
 from alignment.algorithms.rollouts.metrics import moments
 from alignment.errors import UserError
 from alignment.evaluation.language_loss import language_loss
@@ -27,7 +27,7 @@ from alignment.rewards.combine import part_metrics
 from alignment.training.distributed import ProcessGroup, init_distributed
 from alignment.training.optim import OptimConfig, check_optimizer
 
-ALONE = ProcessGroup("single", 0, 1, torch.device("cpu"), None)
+NO_GLOBAL_INPUTS = ProcessGroup("single", 0, 1, torch.device("cpu"), None)
 
 
 @pytest.fixture
@@ -133,7 +133,7 @@ def drawn():
         lambda: list(_read([drawn(), drawn()])),
         lambda: language_loss(small_model().to("meta"), [Ragged.build([[1, 2, 3], [4, 5]])]),
         lambda: mean_log_ratio(numbers(3, 4)),
-        lambda: moments({"one": numbers(3), "two": numbers(3)}, ALONE),
+        lambda: moments({"one": numbers(3), "two": numbers(3)}, NO_GLOBAL_INPUTS),
         lambda: part_metrics({"one": numbers(3), "two": numbers(3)}, lambda values: values),
         lambda: scaled_frequencies(
             RotarySpec(width=8, theta=1e4, scaling=DynamicScaling(2.0, 16)), torch.ones(3, device="meta")

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from alignment.algorithms.dpo.config import PreferenceConfig
 from alignment.algorithms.dpo.dpo import dpo_loss_fn
-from alignment.algorithms.dpo.kin import PreferenceUpdates
+from alignment.algorithms.dpo.global_inputs import PreferenceUpdates
 from alignment.algorithms.dpo.responses import note_end
 from alignment.algorithms.policies import Reference, Role, reference_of
 from alignment.algorithms.rollouts.config import SamplingSettings

@@ -1,4 +1,4 @@
-"""Losses of preferences: Bradley-Terry on a reward model's scores, DPO and its kin on a policy's log-ratios.
+"""Losses of preferences: Bradley-Terry on a reward model's scores, DPO and its variants on a policy's log-ratios.
 
 A log-ratio is the log-probability of a whole response under the policy minus that under the reference, nats; beta times
 it is DPO's implicit reward. Losses of pairs take those of the chosen and of the rejected responses, [B] each, and

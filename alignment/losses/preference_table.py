@@ -31,7 +31,7 @@ class LossSpec:
         by_difference: True where a constant added to both log-ratios changes nothing, so that another f-divergence can
             take the reverse KL's place.
         needs: a further input: a column of the rows (margins, length_difference), or what is computed over the whole
-            global batch before the update, without gradient (kl, shift, order; see algorithms/dpo/kin.py).
+            global batch before the update, without gradient (kl, shift, order; see algorithms/dpo/global_inputs.py).
         sft_coef: weight of the chosen response's negative log-likelihood where the user sets none.
     """
 

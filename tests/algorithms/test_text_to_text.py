@@ -365,7 +365,7 @@ def test_dpos_kin_a_cached_reference_and_an_adapter(tmp_path):
 
 def test_a_reference_of_another_architecture_is_refused(tmp_path, checkpoints):
     data, policy = preferences(tmp_path / "rows.jsonl"), start("t5", tmp_path / "start")
-    with pytest.raises(UserError, match="is an decoder, and the policy an encoder-decoder"):
+    with pytest.raises(UserError, match="of kind decoder, and the policy of kind encoder-decoder"):
         dpo.run(DPOConfig(policy=policy, reference=checkpoints["llama"], data=data, output=str(tmp_path / "run")))
 
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from alignment.algorithms.dpo import DPOConfig, dpo_loss_fn, kin
-from alignment.algorithms.dpo.kin import GlobalInputs, PreferenceUpdates, cost_of_kin
+from alignment.algorithms.dpo import DPOConfig, dpo_loss_fn, global_inputs
+from alignment.algorithms.dpo.global_inputs import GlobalInputs, PreferenceUpdates
 from alignment.algorithms.dpo.responses import ResponseLogProbs, desirability_metrics
+from alignment.algorithms.dpo.variants import variant_loss
 from alignment.data.batches import Example, collate_labeled, collate_pairs
 from alignment.data.config import DataConfig
 from alignment.models.build import build_language_model
@@ -91,7 +92,7 @@ def test_bcos_shift_is_the_mean_over_all_updates_so_far():
         found.append(updates.shift)
     assert found == pytest.approx([1.0, 2.0])
     responses = ResponseLogProbs(second[0, :2], second[0, 2:], torch.ones(2))
-    cost = cost_of_kin(loss, responses, SimpleNamespace(), GlobalInputs(shift=found[1]))  # rewards 1.8 and 1.2
+    cost = variant_loss(loss, responses, SimpleNamespace(), GlobalInputs(shift=found[1]))  # rewards 1.8 and 1.2
     wanted = torch.nn.functional.softplus(torch.tensor([0.6 - 1.8, 1.2 - 0.6])).sum(0, keepdim=True)
     assert_close(cost, wanted)
 
@@ -107,14 +108,14 @@ def test_H12_an_update_does_not_depend_on_how_its_batch_is_cut(name):
 @pytest.mark.parametrize("name", ["aot", "aot_unpaired"])
 def test_pairs_are_sorted_by_their_positions_and_not_found_again_by_their_values(name, monkeypatch):
     """The chosen responses' log-probabilities before the update are 1e-5 lower than in it, and each is its own pair's."""
-    plain, real = one_update(name, 14), kin.response_log_probs
+    plain, real = one_update(name, 14), global_inputs.response_log_probs
 
     def lower(*arguments):
         found = real(*arguments)
         chosen, rejected = found.policy.chunk(2)
         return dataclasses.replace(found, policy=torch.cat([chosen - 1e-5, rejected]))
 
-    monkeypatch.setattr(kin, "response_log_probs", lower)
+    monkeypatch.setattr(global_inputs, "response_log_probs", lower)
     for key, value in one_update(name, 14).items():
         assert value == pytest.approx(plain[key], abs=1e-4), key
 

@@ -148,7 +148,7 @@ def table_sampler(generator: torch.Generator, sampler_temperature: float | None 
 
 
 def train(world: World, beta: float, settings: dict, faults: dict) -> TablePolicy:
-    """PPO or one of its kin on the world, through `iterate`.
+    """PPO or another method on the world, through `iterate`.
 
     Args:
         settings: of the config; `iterations`, `rows` and `rate` say how long.

@@ -11,7 +11,7 @@ import torch
 from torch.testing import assert_close
 
 from alignment.algorithms.dpo import DPOConfig, dpo_loss_fn
-from alignment.algorithms.dpo.kin import GlobalInputs, with_positions
+from alignment.algorithms.dpo.global_inputs import GlobalInputs, with_positions
 from alignment.data.batches import Example, collate_labeled, collate_pairs
 from alignment.data.config import DataConfig
 from alignment.losses import kto_loss, orpo_loss
@@ -260,7 +260,7 @@ def test_labels_have_the_loss_and_gradients_of_trl(name):
         labeled_example(example, desirable, example.row_id)
         for pair in make_pairs() for example, desirable in ((sides(pair)[0], True), (sides(pair)[1], False))
     ][:7]  # fmt: skip
-    from alignment.algorithms.dpo.kin import mismatched_rows
+    from alignment.algorithms.dpo.global_inputs import mismatched_rows
     from alignment.algorithms.dpo.responses import sequence_log_probs
 
     mismatched = mismatched_rows(rows, 32, None)

@@ -1,8 +1,8 @@
-"""Direct preference optimization (DPO) and its kin: a policy learns from preferences, without a reward model.
+"""Direct preference optimization (DPO) and its variants: a policy learns from preferences, without a reward model.
 
 Read in this order: dpo.py, the run and its loss function; losses/preference.py, the formulas; responses.py,
-log-probabilities and what is logged of them; config.py, the settings. kin.py calls the other losses by name and has
-what KTO, AOT and BCO take of the whole global batch. reference_cache.py keeps the reference's numbers on disk.
+log-probabilities and what is logged of them; config.py, the settings. variants.py calls the other losses by name,
+global_inputs.py has what KTO, AOT and BCO take of the whole global batch. reference_cache.py keeps the reference's numbers on disk.
 """
 
 from alignment.algorithms.dpo.config import DPOConfig

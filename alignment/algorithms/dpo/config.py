@@ -1,4 +1,4 @@
-"""Settings of DPO and its kin, and the losses that they choose from losses/preference_table.py."""
+"""Settings of DPO and its variants, and the losses that they choose from losses/preference_table.py."""
 
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
@@ -170,7 +170,7 @@ class PreferenceConfig(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class DPOConfig(PreferenceConfig):
-    """Settings of one run of DPO or its kin: the keys of `PreferenceConfig`, and its own.
+    """Settings of one run of DPO or a variant: the keys of `PreferenceConfig`, and its own.
 
     Attributes:
         data: comparisons; labels for kto and apo_zero_unpaired, rankings for plackett_luce.

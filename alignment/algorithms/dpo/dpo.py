@@ -1,4 +1,4 @@
-"""Direct preference optimization (DPO): the run and its loss function. Its kin differ in the loss alone, see kin.py."""
+"""Direct preference optimization (DPO): the run and its loss function. Variants differ in the loss alone, see variants.py."""
 
 from dataclasses import replace
 from functools import partial
@@ -7,17 +7,9 @@ from pathlib import Path
 import torch
 
 from alignment.algorithms.dpo.config import DPOConfig, PreferenceConfig
-from alignment.algorithms.dpo.kin import (
-    ALONE,
-    GlobalInputs,
-    PreferenceLossFn,
-    PreferenceUpdates,
-    collate_of,
-    cost_of_kin,
-    preparation_for_preferences,
-    with_sft,
-)
+from alignment.algorithms.dpo.global_inputs import NO_GLOBAL_INPUTS, GlobalInputs, PreferenceLossFn, PreferenceUpdates
 from alignment.algorithms.dpo.responses import metrics_of, note_end, require_margins, response_log_probs
+from alignment.algorithms.dpo.variants import collate_for_rows, preparation_for_preferences, variant_loss, with_sft
 from alignment.algorithms.policies import (
     GENERATORS,
     Role,
@@ -77,7 +69,9 @@ def run(config: DPOConfig) -> Path:
             roles.append(reference.role)
         note_memory(run, roles)
 
-        collate = collate_for(policy.model, collate_of(config, [policy.model, reference and reference.model], run))
+        collate = collate_for(
+            policy.model, collate_for_rows(config, [policy.model, reference and reference.model], run)
+        )
         loss_fn = dpo_loss_fn(engine.model, reference, config, sources_of(config.data))
         collate_micro = partial(collate, micro_batch_tokens=config.training.tokens_per_forward)
         updates = PreferenceUpdates(engine, config, loss_fn, reference, collate_micro, bos=tokenizer.bos_token_id)
@@ -106,12 +100,12 @@ def dpo_loss_fn(
         policy: in training.
         reference: computes no gradients; None where batches hold its log-probabilities, or no loss needs them.
         config: names the losses.
-        sources: told apart in metrics.
+        sources: reported separately in metrics.
     """
     losses = config.losses
     reference = reference if config.refers else None
 
-    def loss_fn(batch: PreferenceBatch, inputs: GlobalInputs = ALONE) -> LossSum:
+    def loss_fn(batch: PreferenceBatch, inputs: GlobalInputs = NO_GLOBAL_INPUTS) -> LossSum:
         responses = response_log_probs(policy, reference, batch)
         costs = []
         for loss in losses:
@@ -119,7 +113,7 @@ def dpo_loss_fn(
                 chosen, rejected = responses.log_ratios(loss).chunk(2)  # log p - log p_ref of the two responses, [B]
                 cost = dpo_loss(chosen, rejected, beta=loss.beta, label_smoothing=loss.parameters["label_smoothing"])
             else:
-                cost = cost_of_kin(loss, responses, batch, inputs)
+                cost = variant_loss(loss, responses, batch, inputs)
             costs.append(loss.weight * cost)
         watched = metrics_of(responses, batch, losses[0], inputs.kl)
         total = sources.loss_sum(torch.stack(costs).sum(0), batch, watched.sums, accuracy=watched.accuracy)

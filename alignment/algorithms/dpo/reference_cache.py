@@ -20,7 +20,7 @@ import torch
 
 from alignment.adapters.files import is_adapter
 from alignment.algorithms.dpo.config import DPOConfig
-from alignment.algorithms.dpo.kin import joint_batches
+from alignment.algorithms.dpo.global_inputs import joint_batches
 from alignment.algorithms.dpo.responses import sequence_log_probs
 from alignment.algorithms.policies import Policy, reference_of
 from alignment.algorithms.runs import collate_for

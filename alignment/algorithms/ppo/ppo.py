@@ -36,7 +36,7 @@ from alignment.training.speed import PhaseClock
 
 
 def run(config: PPOConfig) -> Path:
-    """Train a policy by PPO, or by a method of its kin, and return its directory, `output/model`.
+    """Train a policy by PPO, or with other advantages, and return its directory, `output/model`.
 
     Each iteration samples `responses_per_prompt` responses to each of `training.batch_size` prompts, then takes
     `epochs` passes over them in `minibatches` updates each.

@@ -1,4 +1,4 @@
-"""DPO's kin: the cost of each row by the loss's name, batches of their kinds of rows, inputs of whole global batches.
+"""Inputs of losses from the whole global batch, and the updates that compute them.
 
 KTO's reference point z0 and AOT's order belong to one global batch, BCO's shift to all of them so far: they are
 computed over all rows and all ranks, before each update and without gradient, so that neither micro-batches nor the
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alignment.algorithms.dpo.config import DPOConfig, PreferenceConfig, WeightedLoss
+from alignment.algorithms.dpo.config import PreferenceConfig
 from alignment.algorithms.dpo.responses import (
     ResponseLogProbs,
     logged_metrics,
@@ -27,47 +27,13 @@ from alignment.data.batches import (
     RankedBatch,
     TokenizedRow,
     UnpairedBatch,
-    collate_labeled,
-    collate_pairs,
-    collate_rankings,
-    padded_groups,
 )
-from alignment.data.prepare import Preparation
-from alignment.data.tokenize import last_span, tokenize_ordered_rankings, truncate
-from alignment.errors import UserError
-from alignment.loading import architecture_of, preparation_for
-from alignment.losses import preference
+from alignment.data.tokenize import last_span, truncate
 from alignment.losses.preference import BatchOrder
-from alignment.losses.ranking import ranked_dpo_loss
 from alignment.models.outputs import LogProbModel
-from alignment.models.shared_prompts import prompt_sharing
 from alignment.ragged import Batch, on_float64_device
-from alignment.training import Engine, LossSum, Run, Term, held_out_metrics
-from alignment.training.terms import Collate, ZeroWeightBatch, shard_rows, unwrap_batch
-
-
-def preparation_for_preferences(config: DPOConfig) -> Preparation:
-    """The preparation of the config's rows; UserError where policy and reference are of different architectures."""
-    kind = architecture_of(config.policy)
-    if config.reference and (other := architecture_of(config.reference)) != kind:
-        raise UserError(
-            f"reference: {config.reference} is an {other}, and the policy an {kind}; both read the same rows"
-        )
-    if config.rows == "rankings" and kind == "decoder":
-        return Preparation("ordered rankings", "rankings", tokenize_ordered_rankings)
-    return preparation_for(config.policy, config.rows)
-
-
-def collate_of(config: DPOConfig, models: Sequence[object], run: Run) -> Collate:
-    """Rows of the config's kind -> micro-batches; responses share their prompt where all models can read that."""
-    if config.rows == "labels":
-        return collate_labeled
-    sharing = prompt_sharing(models, wanted=config.training.share_prompts, note=run.note)
-    collate = collate_pairs if config.rows == "comparisons" else collate_rankings
-    return partial(collate, share_prompts=sharing)
-
-
-# Inputs of the whole global batch
+from alignment.training import Engine, LossSum, Term, held_out_metrics
+from alignment.training.terms import ZeroWeightBatch, shard_rows, unwrap_batch
 
 
 @dataclass(frozen=True)
@@ -107,51 +73,8 @@ class GlobalInputs:
         return BatchOrder(first, second, batch.pair_positions)
 
 
-ALONE = GlobalInputs()  # a micro-batch that is the whole batch
-
-
-def cost_of_kin(
-    loss: WeightedLoss, responses: ResponseLogProbs, batch: PreferenceBatch, inputs: GlobalInputs
-) -> Tensor:
-    """Cost of each row of a batch, [B]."""
-    if loss.spec.rows == "labels":
-        assert isinstance(batch, UnpairedBatch) and responses.reference is not None
-        kl = inputs.kl if loss.name == "kto" else 0.0  # APO-zero's reference point is 0
-        return preference.kto_loss(responses.policy, responses.reference, batch.desirable, kl, **loss.parameters)
-    if loss.spec.rows == "rankings":
-        assert isinstance(batch, RankedBatch)
-        log_ratios, mask = padded_groups(responses.log_ratios(loss), batch)  # [B, K]
-        ranks, _ = padded_groups(batch.ranks, batch)
-        return ranked_dpo_loss(log_ratios, ranks, mask=mask, beta=loss.beta)
-    chosen, rejected = responses.log_ratios(loss).chunk(2)  # log p - log p_ref, [B]; log p where there is no reference
-    match loss.name:
-        case "odpo":
-            assert isinstance(batch, PairBatch) and batch.margins is not None
-            return preference.odpo_loss(chosen, rejected, batch.margins, **loss.parameters)
-        case "rdpo":
-            chosen_tokens, rejected_tokens = responses.tokens.chunk(2)
-            return preference.rdpo_loss(chosen, rejected, chosen_tokens - rejected_tokens, **loss.parameters)
-        case "bco":
-            return preference.bco_loss(chosen, rejected, beta=loss.beta, shift=loss.beta * inputs.shift)
-        case "aot":
-            order = inputs.order(batch, paired=True)
-            return preference.aot_paired_loss(*responses.margins(), order=order, **loss.parameters)
-        case "aot_unpaired":
-            order = inputs.order(batch, paired=False)
-            return preference.aot_unpaired_loss(chosen, rejected, order=order, **loss.parameters)
-        case "orpo":
-            return loss.beta * preference.orpo_loss(chosen, rejected)
-        case _:  # all others take the two log-ratios and their parameters
-            return loss.spec.function(chosen, rejected, **loss.parameters)
-
-
-def mean_log_ratio(pairs: Tensor) -> float:
-    """Mean of the log-ratios of both sides of some pairs, [n, 4] as in `GlobalInputs`; nats."""
-    policy, reference = on_float64_device(pairs).double().split(2, dim=1)
-    return float((policy - reference).mean())
-
-
-PreferenceLossFn = Callable[..., LossSum]  # (micro-batch, inputs=ALONE) -> its sums
+NO_GLOBAL_INPUTS = GlobalInputs()  # a micro-batch that is the whole batch
+PreferenceLossFn = Callable[..., LossSum]  # (micro-batch, inputs=NO_GLOBAL_INPUTS) -> its sums
 
 
 @dataclass
@@ -292,6 +215,12 @@ class PreferenceUpdates:
         return shard_rows(rows, self.collate, self.engine.process_group.rank, self.engine.process_group.size)
 
 
+def mean_log_ratio(pairs: Tensor) -> float:
+    """Mean of the log-ratios of both sides of some pairs, [n, 4] as in `GlobalInputs`; nats."""
+    policy, reference = on_float64_device(pairs).double().split(2, dim=1)
+    return float((policy - reference).mean())
+
+
 def joint_batches(batches: Sequence[Batch], engine: Engine) -> list[Batch]:
     """The batches; where forwards are collective, the last one again at weight 0 until every rank has as many."""
     most = engine.process_group.largest(len(batches)) if engine.backend.collective_forward else 0
@@ -331,22 +260,3 @@ def mismatched_rows(rows: Sequence[Example], max_length: int, bos: int | None) -
         desirable = row.values["desirable"]
         mismatched.append(Example.answered(prompt, responses, row.row_id, row.source, desirable=desirable))
     return mismatched
-
-
-# The term that imitates responses
-
-
-def with_sft(
-    loss: LossSum, responses: ResponseLogProbs, batch: PreferenceBatch, inputs: GlobalInputs, *, coef: float
-) -> LossSum:
-    """The loss with the negative log-likelihood of the batch's preferred responses, as a part of a sum over rows.
-
-    Over the whole global batch the parts add up to (rows) * coef * (mean over the preferred responses' tokens of -log
-    p).
-    """
-    preferred = preferred_responses(batch)
-    nll = -torch.where(preferred, responses.policy, 0.0).sum()
-    tokens = torch.where(preferred, responses.tokens, 0.0).sum()
-    mean_tokens = tokens / batch.weight if inputs.mean_tokens is None else inputs.mean_tokens
-    total = loss.total + coef * (nll / mean_tokens.clamp(min=1e-9))
-    return LossSum(total, loss.metrics, loss.means | {"sft_loss": (nll.detach(), tokens)})
