@@ -2,14 +2,13 @@
 
     engine = DecodingEngine(model.eval(), max_rows=64, tokenizer=tokenizer)
     number = engine.add(DecodingRequest(prompt_ids, SamplingConfig(max_new_tokens=100, temperature=0.7, seed=1), row=0,
-                                stop_ids=[eos], stop=["User:"], alternatives=5))
+                                stop_ids=[eos], stop=["User:"]))
     while engine.unfinished:
         for event in engine.step():   # one forward pass: a `TokenEvent` for each request that got a token
             ...                       # event.request == number, event.token, .log_prob, .text, .finish
-    engine.cancel(number)             # at any time; the request is forgotten and its row is free
 
 `step` prefills waiting prompts when enough cache rows are free, else it decodes one token for every running request;
-requests may be added and cancelled between steps, from one thread. A response depends on the fields of its request and
+requests may be added between steps, from one thread. A response depends on the fields of its request and
 the weights only, up to rounding: neither on the requests beside it nor on the order in which they came. Equal prompts
 are computed once as long as one of them waits, so n samples of a prompt are n requests that differ in `row`.
 
@@ -133,16 +132,6 @@ class DecodingEngine:
         if room > self._room:
             self._model.new_cache(0, room)  # refuses what does not fit the positions
             self._room = room
-
-    def cancel(self, number: int) -> None:
-        """Forget a request, whether it waits or runs; one that has finished is no error."""
-        if waiting := next((row for row in self._waiting if row.number == number), None):
-            self._waiting.remove(waiting)
-            self._waiting_prompts -= Counter([_prompt_of(waiting.request)])
-        for slot, running in enumerate(self.running):
-            if running is not None and running.number == number:
-                self.running[slot] = None
-                running.finish = "cancelled"
 
     def step(self) -> list[TokenEvent]:
         """One forward pass: prefill waiting prompts where enough rows are free, else decode a token per request."""
@@ -327,7 +316,6 @@ def _hand_out(
     drawn: SampledTokens, tokens: Sequence[int], log_probs: Sequence[float], *, with_events: bool
 ) -> list[TokenEvent]:
     """The events of drawn tokens, where they are wanted; tokens that a request drew behind its end are dropped."""
-    likeliest = None if drawn.alternatives is None else [part.tolist() for part in drawn.alternatives]
     events = []
     for index, row in enumerate(drawn.rows):
         if row is None or row.finish is not None:
@@ -338,11 +326,7 @@ def _hand_out(
         if not with_events and row.text is None:
             row.extend(tokens[index], log_probs[index])
             continue
-        alternatives = ()
-        if likeliest is not None:
-            wanted = row.request.alternatives
-            alternatives = tuple(zip(likeliest[0][index][:wanted], likeliest[1][index][:wanted], strict=True))
-        events.append(row.accept(tokens[index], log_probs[index], alternatives))
+        events.append(row.accept(tokens[index], log_probs[index]))
     return events
 
 

@@ -12,7 +12,7 @@ from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
 from alignment.settings import NonNegativeFloat, NonNegativeInt, PositiveFloat, Rule, Settings, Share
 
-FinishReason = Literal["stop", "length", "error", "cancelled"]
+FinishReason = Literal["stop", "length", "error"]
 NewTokens = Annotated[int, Interval(ge=1, le=10_000_000)]
 DRAWS_MADE_AT_ONCE = 64
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # in place of an incomplete UTF-8 character in a decoded text
@@ -70,9 +70,6 @@ class DecodingRequest:
         stop: texts that end the response; needs an engine with a tokenizer. The text of the response is cut before the
             first one that occurs, its tokens reach to the one that completed it. Before `sampling.min_new_tokens`
             tokens none is looked for.
-        alternatives: number of likeliest tokens that each event has, with their log-probabilities.
-        log_probs: of which distribution: "sampled", exactly the one drawn from (temperature, filters and processors
-            applied; 0 for the likeliest token where the temperature is 0), or "model", the softmax of its logits.
         adapter: name of the one of the model's adapters that acts on this request, see `load_adapters`; None: none.
     """
 
@@ -81,8 +78,6 @@ class DecodingRequest:
     row: int = 0
     stop_ids: Sequence[int] = ()
     stop: Sequence[str] = ()
-    alternatives: int = 0
-    log_probs: Literal["sampled", "model"] = "sampled"
     adapter: str | None = None
 
     def __post_init__(self) -> None:
@@ -103,8 +98,8 @@ class TokenEvent(NamedTuple):
     Attributes:
         request: the number that `DecodingEngine.add` gave.
         token: its id.
-        log_prob: its natural-log probability; see `DecodingRequest.log_probs`.
-        alternatives: the likeliest tokens with their log-probabilities, the likeliest first.
+        log_prob: its natural-log probability in the distribution it was drawn from, after temperature, filters and
+            processors; 0 for the likeliest token where the temperature is 0.
         text: new text, where the engine has a tokenizer: whole characters only, nothing of a stop token, and nothing
             that might be the beginning of a stop string. A token may have none, a later one more. Of a request that
             ends with an error, the reason.
@@ -115,7 +110,6 @@ class TokenEvent(NamedTuple):
     request: int
     token: int
     log_prob: float
-    alternatives: tuple[tuple[int, float], ...] = ()
     text: str = ""
     finish: FinishReason | None = None
 
@@ -186,7 +180,7 @@ class RunningRequest:
         elif len(self.tokens) >= self._limit:
             self.finish = "length"
 
-    def accept(self, token: int, log_prob: float, alternatives: tuple[tuple[int, float], ...] = ()) -> TokenEvent:
+    def accept(self, token: int, log_prob: float) -> TokenEvent:
         """Add a drawn token; `finish` of the event is why the response ends with it, or None."""
         self.extend(token, log_prob)
         new = ""
@@ -195,7 +189,7 @@ class RunningRequest:
             self.finish = "stop" if self.text.stopped else self.finish
         if self.text is not None and self.finish is not None:
             new += self.text.flush()
-        return TokenEvent(self.number, token, log_prob, alternatives, new, self.finish)
+        return TokenEvent(self.number, token, log_prob, new, self.finish)
 
 
 class IncrementalText:

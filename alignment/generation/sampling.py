@@ -204,12 +204,11 @@ def sample_token(log_probs: Tensor, uniform: Tensor) -> Tensor:
 
 
 class SampledTokens(NamedTuple):
-    """One token [B] for each of B rows, and the likeliest tokens with their log-probabilities, [B, n], if wanted."""
+    """One token and its log-probability, [B], for each of B rows."""
 
     rows: Rows
     tokens: Tensor
     log_probs: Tensor
-    alternatives: tuple[Tensor, Tensor] | None
 
 
 class RowSampler:
@@ -242,9 +241,6 @@ class RowSampler:
             if row is not None and (row.request.sampling.needs_history or row.request.sampling.min_new_tokens)
         ]
         self._greedy = all(request.sampling.temperature == 0 for request in live)
-        self._alternatives = max((request.alternatives for request in live), default=0)
-        of_model = [row is not None and row.request.log_probs == "model" for row in rows]
-        self._of_model = torch.tensor(of_model, device=device) if any(of_model) else None
         self._filters: RowFilters | None = None
         self._draws = torch.empty(0, len(rows), device=device)
         self._used = 0
@@ -262,16 +258,10 @@ class RowSampler:
                 self._filters = RowFilters.of(configs, logits.shape[-1], self._device)
             log_probs = row_log_probs(processed, self._filters)
             tokens = sample_token(log_probs, self._next_draws())
-        if self._of_model is not None:
-            log_probs = torch.where(self._of_model[:, None], logits.log_softmax(-1), log_probs)
-        alternatives = None
-        if self._alternatives:
-            top = log_probs.topk(min(self._alternatives, log_probs.shape[-1]))
-            alternatives = (top.indices, top.values)
         for row in self.rows:
             if row is not None:
                 row.drawn += 1
-        return SampledTokens(self.rows, tokens, log_probs.gather(-1, tokens[:, None]).squeeze(-1), alternatives)
+        return SampledTokens(self.rows, tokens, log_probs.gather(-1, tokens[:, None]).squeeze(-1))
 
     def _next_draws(self) -> Tensor:
         """One uniform number for each row, in the type of the log-probabilities, [B]; a greedy row's has no effect."""
