@@ -107,6 +107,7 @@ class Checkpoint:
         source: as the user wrote it.
         directory: the local one.
         base: the directory of the weights: of the adapter's base model, or `directory` itself.
+        architecture: of the model, or of the base of an adapter or ensemble; no weights are read.
     """
 
     def __init__(self, source: str | Path):
@@ -127,6 +128,13 @@ class Checkpoint:
                 f"{self.directory}: the adapter's base model is missing ({error}); put it back, or write where it is "
                 "as base_model_name_or_path into adapter_config.json"
             ) from error
+
+    @cached_property
+    def architecture(self) -> Architecture:
+        members = read_members(self.directory)
+        base = Checkpoint(members[0]).base if members else self.base
+        config = read_config(base)
+        return external_architecture(base) if is_external_type(config) else family_of(config).architecture
 
     def file(self, name: str) -> Path:
         """A file of the directory, or of the base where an adapter has none of that name."""
@@ -150,17 +158,9 @@ def find_base(adapter: Path) -> Path:
     return Checkpoint(adapter).base
 
 
-def architecture_of(source: str | Checkpoint) -> Architecture:
-    """Return the architecture of a model, or of the base of an adapter or ensemble; no weights are read."""
-    checkpoint = open_checkpoint(source)
-    base = Checkpoint(members[0]).base if (members := read_members(checkpoint.directory)) else checkpoint.base
-    config = read_config(base)
-    return external_architecture(base) if is_external_type(config) else family_of(config).architecture
-
-
-def preparation_for(source: str | Checkpoint, kind: Kind) -> Preparation:
+def preparation_for(checkpoint: Checkpoint, kind: Kind) -> Preparation:
     """The preparation of rows for the policy of a checkpoint, a decoder or an encoder-decoder; no weights are read."""
-    if architecture_of(source) != "encoder-decoder":
+    if checkpoint.architecture != "encoder-decoder":
         return preparation_of(kind)
     from alignment.data.encoder_inputs import TEXT_TO_TEXT
 
@@ -201,14 +201,14 @@ def _named_ends(checkpoint: Checkpoint) -> list[int]:
     return named
 
 
-def describe_stop_tokens(source: str | Checkpoint, tokenizer: Tokenizer) -> str:
+def describe_stop_tokens(checkpoint: Checkpoint, tokenizer: Tokenizer) -> str:
     """Say in one sentence which tokens end a response, and which ordinary ones in generation_config.json do not."""
     stops = stop_token_ids(tokenizer)
 
     def listed(ids: Iterable[int]) -> str:
         return ", ".join(f"{tokenizer.convert_ids_to_tokens(token)} ({token})" for token in sorted(ids))
 
-    unused = set(_named_ends(open_checkpoint(source))) - stops
+    unused = set(_named_ends(checkpoint)) - stops
     more = f"; {GENERATION_CONFIG} also names {listed(unused)}, which does not end a response here" if unused else ""
     return f"a response ends at {listed(stops)}{more}"
 
@@ -241,12 +241,11 @@ def load_model(
     return checkpoint.with_adapter(model).eval()
 
 
-def load_frozen_model(source: str | Checkpoint, bases: SharedWeights, device: str | torch.device = "cpu") -> Any:
+def load_frozen_model(checkpoint: Checkpoint, bases: SharedWeights, device: str | torch.device = "cpu") -> Any:
     """Load a language model that does not train, such as a reference, in eval mode; `bases` gives its weights.
 
     It computes in float32, or in the type of the autocast around a call, however its weights are held.
     """
-    checkpoint = open_checkpoint(source)
     model = bases.language_model(checkpoint.base).to(device)
     return checkpoint.with_adapter(model).requires_grad_(False).eval()
 

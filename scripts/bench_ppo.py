@@ -182,7 +182,7 @@ def run_ours(settings: Settings, folder: Path) -> Phases:
     from alignment.data.batches import Example
     from alignment.data.config import DataConfig
     from alignment.data.stream import stream_of
-    from alignment.loading import load_tokenizer
+    from alignment.loading import Checkpoint, load_tokenizer
     from alignment.training import Engine, OptimConfig, TrainingConfig
 
     count = len(settings.prompts)
@@ -197,7 +197,7 @@ def run_ours(settings: Settings, folder: Path) -> Phases:
     ]
     stream = stream_of(config.data, rows, batch_size=count, seed=0)
     tokenizer = load_tokenizer(settings.policy)
-    state = setup.build_state(config, setup.RolloutData(tokenizer, stream, ITERATIONS + 1))
+    state = setup.build_state(config, setup.RolloutData(Checkpoint(settings.policy), tokenizer, stream, ITERATIONS + 1))
     if not settings.forced:
         state.stop_ids = []
     phases, update = Phases(), Engine.update

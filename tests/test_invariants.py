@@ -36,7 +36,7 @@ from alignment.data.stream import Stream
 from alignment.data.text.chat import end_token_id
 from alignment.errors import UserError
 from alignment.generation import generate
-from alignment.loading import load_model
+from alignment.loading import Checkpoint, load_model
 from alignment.models import transformer
 from alignment.models.build import build_language_model, build_scalar_model
 from alignment.models.huggingface.checkpoint import load_language_model, load_scalar_model, save_model
@@ -475,7 +475,7 @@ def test_I7_the_reference_stays_where_it_was(family, stage, world, tokenizer, tm
     start = str(stage("sft" if family == "llama" else "sft gpt2") / "model")
     batch = collate_pairs(examples_of("comparisons", world, tokenizer, 4), 10**6)[0]
     for adapter in (None, LoRASpec(rank=2, dropout=0.2)):
-        policy = load_policy(start, adapter, tokenizer, str(tmp_path))
+        policy = load_policy(Checkpoint(start), adapter, tokenizer, str(tmp_path))
         engine = Engine(policy.model.eval(), OptimConfig(learning_rate=1e-2), TrainingConfig(), total_steps=10)
         reference = reference_of(policy, None, engine)
         before = reference(batch=batch.ragged).log_probs

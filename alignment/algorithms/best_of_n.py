@@ -30,7 +30,7 @@ from alignment.errors import UserError
 from alignment.files import refuse_foreign, write_figures, write_json_lines
 from alignment.generation import SamplingConfig, decode_responses, response_text
 from alignment.generation.requests import NewTokens
-from alignment.loading import architecture_of, best_device, load_model, load_tokenizer
+from alignment.loading import Checkpoint, best_device, load_model, load_tokenizer
 from alignment.models.model import Model
 from alignment.models.shared_weights import SharedWeights
 from alignment.models.weights_config import WeightsConfig
@@ -199,14 +199,15 @@ def run(config: BestOfNConfig) -> Path:
     if not (output / "results.json").is_file():
         for kind in config.write:
             refuse_foreign(output / f"{kind}.jsonl")
-    if architecture_of(config.policy) != "decoder":
+    start = Checkpoint(config.policy)
+    if start.architecture != "decoder":
         raise UserError(f"{config.policy}: policy must be a decoder, which samples responses to prompts")
-    tokenizer = load_tokenizer(config.policy, config.chat_template)
+    tokenizer = load_tokenizer(start, config.chat_template)
     prompts, counts = prepare_with(preparation_of("prompts"), config.data, tokenizer, part="train")
     for line in (*counts.lines(), *check_findings(prompts, config.data.check)):
         print(f"prompts: {line}", file=sys.stderr)
     rewards = load_rewards(config, prompts, tokenizer)
-    policy = load_model(config.policy, config.weights.dtype, best_device(), quantize=config.weights.quantize)
+    policy = load_model(start, config.weights.dtype, best_device(), quantize=config.weights.quantize)
     check_rows(policy, prompts, config.data.max_length, config.max_new_tokens)
     samples = sample_and_score(config, policy, tokenizer, prompts, rewards)
     choices = choose_responses(config, samples)

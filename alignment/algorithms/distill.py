@@ -29,7 +29,7 @@ from alignment.data.batches import Example, collate
 from alignment.data.text.chat import stop_token_ids
 from alignment.data.tokenizers.tokenizer import check_vocabulary
 from alignment.errors import UserError
-from alignment.loading import load_frozen_model, load_tokenizer, same_vocabulary
+from alignment.loading import Checkpoint, load_frozen_model, load_tokenizer, same_vocabulary
 from alignment.models.external.models import ExternalLanguageModel
 from alignment.models.language_model import LanguageModel
 from alignment.models.shared_weights import SharedWeights
@@ -168,13 +168,14 @@ def distill_loss_fn(engine: Engine, teacher: LanguageModel | ExternalLanguageMod
 
 def build_distill_state(config: DistillConfig, data: RolloutData) -> DistillState:
     """Load student and teacher, and make the engine that trains."""
-    if not same_vocabulary(data.tokenizer, load_tokenizer(config.teacher)):
+    teacher_start = Checkpoint(config.teacher)
+    if not same_vocabulary(data.tokenizer, load_tokenizer(teacher_start)):
         raise UserError(f"teacher: {config.teacher} has another tokenizer than {config.policy}; take one with the same")
     metrics = load_metrics(config.metrics)
     bases = SharedWeights(config.weights, shared=shares_weights())
     start = load_start(config, data, bases)
     policy = policy_engine(start, config, data.iterations)
-    teacher = load_frozen_model(config.teacher, bases, policy.process_group.device)
+    teacher = load_frozen_model(teacher_start, bases, policy.process_group.device)
     if not isinstance(teacher, LanguageModel | ExternalLanguageModel):
         raise UserError(f"teacher: {config.teacher} is no decoder; take one that continues prompts as the student does")
     check_vocabulary(data.tokenizer, teacher.spec.vocabulary)

@@ -19,10 +19,8 @@ from alignment.errors import UserError
 from alignment.files import CARD, atomic_directory
 from alignment.loading import (
     Checkpoint,
-    architecture_of,
     load_frozen_model,
     load_tokenizer,
-    open_checkpoint,
     set_special_tokens,
 )
 from alignment.models.external.models import ExternalModel
@@ -68,7 +66,7 @@ class Policy:
 
 
 def load_policy(
-    source: str | Checkpoint,
+    start: Checkpoint,
     adapter: AdapterSpec | None,
     tokenizer: Tokenizer,
     output: str,
@@ -80,7 +78,7 @@ def load_policy(
     """Load the language model to train, from a model or an adapter directory.
 
     Args:
-        source: directory or Hub name.
+        start: what it is loaded from.
         adapter: attached to the model; None trains every weight.
         tokenizer: the checkpoint's.
         output: the run's directory; see `_load_start` for what may be written there.
@@ -91,7 +89,6 @@ def load_policy(
     Raises:
         UserError: the model is none of these, or its tokenizer has ids that the model has no row for.
     """
-    start = open_checkpoint(source)
     bases = bases or SharedWeights()
     advice = f"a policy of this stage is a {' or an '.join(architectures)}; start from one"
     _refuse_unless(start, advice, architectures)
@@ -103,7 +100,7 @@ def load_policy(
 
 
 def load_value_model(
-    source: str | Checkpoint,
+    start: Checkpoint,
     adapter: AdapterSpec | None,
     tokenizer: Tokenizer,
     output: str | None,
@@ -113,7 +110,6 @@ def load_value_model(
     bases: SharedWeights | None = None,
 ) -> Policy:
     """Load a model with one number per token to train: a reward model or PPO's value model."""
-    start = open_checkpoint(source)
     bases = bases or SharedWeights()
     of_reward = "a reward model is trained on a decoder's last token; start from a decoder"
     of_value = "a value model needs a value at every token; set value_model=policy"
@@ -133,7 +129,7 @@ def load_value_model(
 
 
 def load_pretraining_start(
-    source: str | Checkpoint,
+    start: Checkpoint,
     adapter: AdapterSpec | None,
     tokenizer: Tokenizer,
     output: str,
@@ -147,12 +143,11 @@ def load_pretraining_start(
         return store_frozen(load_pretrained(directory, task, None, device), weights)
 
     reader = _Reader(partial(load_pretrained, task=task), frozen, weights)
-    return _load_start(open_checkpoint(source), adapter, tokenizer, output, reader)
+    return _load_start(start, adapter, tokenizer, output, reader)
 
 
-def check_new_tokens(source: str | Checkpoint) -> None:
+def check_new_tokens(start: Checkpoint) -> None:
     """Refuse a start to whose vocabulary no tokens can be added, before it is loaded."""
-    start = open_checkpoint(source)
     if start.is_adapter:
         raise UserError(
             f"add_tokens: {start.source} is an adapter; `alignment export --model {start.source} --add-token ... "
@@ -171,7 +166,7 @@ def with_new_tokens(policy: Policy, tokenizer: Tokenizer, tokens: Sequence[str])
 
 
 def _refuse_unless(start: Checkpoint, advice: str, architectures: Sequence[Architecture] = ("decoder",)) -> None:
-    kind = architecture_of(start)
+    kind = start.architecture
     if kind not in architectures:
         others = "pretrain, finetune, sft, dpo and reward" if kind == "encoder-decoder" else "pretrain and finetune"
         raise UserError(
@@ -362,7 +357,7 @@ def reference_of(
     if source is None and policy.disabled_is_start:
         return Reference(engine, None)
     device = engine.process_group.device
-    model = load_frozen_model(source or policy.source or "", bases or SharedWeights(), device)
+    model = load_frozen_model(Checkpoint(source or policy.source or ""), bases or SharedWeights(), device)
     model.known_tokens = policy.model.known_tokens
     return Reference(engine, model)
 

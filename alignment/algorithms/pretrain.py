@@ -54,7 +54,7 @@ from alignment.data.text.templates import read_chat_template
 from alignment.data.tokenizers.tokenizer import Tokenizer, check_vocabulary
 from alignment.data.tokenizers.train import SIZED, TokenizerKind, train_tokenizer
 from alignment.errors import UserError
-from alignment.loading import find_directory, load_tokenizer, same_vocabulary
+from alignment.loading import Checkpoint, find_directory, load_tokenizer, same_vocabulary
 from alignment.losses.language import distillation_loss, hidden_cosine_loss, known_logits, label_loss
 from alignment.models.build import build_model
 from alignment.models.families import family_of
@@ -345,7 +345,7 @@ def run(config: PretrainConfig) -> Path:
         if run.finished:
             return run.output / "model"
         if config.add_tokens:
-            check_new_tokens(config.policy or "")
+            check_new_tokens(Checkpoint(config.policy or ""))
         tokenizer = find_tokenizer(config)
         train = read_texts(config, tokenizer, run, "train")
         held_out = read_texts(config, tokenizer, run, "evaluation") if config.data.evaluates else []
@@ -442,7 +442,7 @@ def find_models(config: PretrainConfig, tokenizer: Tokenizer) -> tuple[Policy, A
         policy = Policy(load_pretrained(find_directory(config.policy), task), start_tokenizer, source=config.policy)
     else:
         policy = load_pretraining_start(
-            config.policy, config.adapter, start_tokenizer, config.output, task=task, weights=config.weights
+            Checkpoint(config.policy), config.adapter, start_tokenizer, config.output, task=task, weights=config.weights
         )
     if config.add_tokens:
         policy = with_new_tokens(policy, tokenizer, config.add_tokens)

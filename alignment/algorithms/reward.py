@@ -45,7 +45,7 @@ from alignment.data.rows.records import Kind
 from alignment.data.text.special_tokens import end_token_ids
 from alignment.data.tokenize import tokenize_comparisons, tokenize_ordered_rankings, tokenize_rankings, tokenize_steps
 from alignment.errors import UserError
-from alignment.loading import Checkpoint, architecture_of, load_tokenizer
+from alignment.loading import Checkpoint, load_tokenizer
 from alignment.losses.preference import Measured, bradley_terry_loss, center_penalty, preference_metrics
 from alignment.losses.ranking import (
     center_scores_penalty,
@@ -157,17 +157,15 @@ class Objective:
         """`collate` of batches in which responses share their prompt, where a prompt has several."""
         return self.collate if self.kind == "steps" else partial(self.collate, share_prompts=sharing)
 
-    def preparation_for(self, source: str) -> Preparation:
+    def preparation_for(self, start: Checkpoint) -> Preparation:
         """The preparation of rows for a checkpoint; no weights are read."""
-        start = Checkpoint(source)
-        architecture = architecture_of(start)
         tokenize = self.tokenize
-        if architecture != "decoder":
+        if start.architecture != "decoder":
             if self.encode is None or is_external_type(read_config(start.base)):
                 names = [name for name, f in FAMILIES.items() if f.architecture != "decoder" and "scalar" in f.tasks]
                 encoders = "" if self.encode is None else f", or from a model of {', '.join(names)}"
                 raise UserError(
-                    f"{source}: this model is an {architecture}, and a reward model of this loss starts from a "
+                    f"{start.source}: this model is an {start.architecture}, and a reward model of this loss starts from a "
                     f"decoder, which reads prompt and response in one text{encoders}"
                 )
             tokenize = self.encode
@@ -200,13 +198,14 @@ def run(config: RewardConfig) -> Path:
     with open_run(config, "reward", parents=[config.policy]) as run:
         if run.finished:
             return run.output / "model"
-        tokenizer = load_tokenizer(config.policy, config.chat_template)
+        start = Checkpoint(config.policy)
+        tokenizer = load_tokenizer(start, config.chat_template)
         objective = OBJECTIVES[config.loss]
-        preparation = objective.preparation_for(config.policy)
+        preparation = objective.preparation_for(start)
         train, held_out = read_split(config, objective.kind, tokenizer, run, preparation=preparation)
         references = None if config.normalize is None else reference_texts(config.normalize, held_out or train)
         reward_model = load_reward_start(
-            config.policy, config.adapter, tokenizer, config.output, weights=config.weights, ensemble=config.ensemble
+            start, config.adapter, tokenizer, config.output, weights=config.weights, ensemble=config.ensemble
         )
         check_rows(reward_model.model, train + held_out, config.data.max_length)
         for line in notes(reward_model):

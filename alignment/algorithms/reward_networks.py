@@ -16,7 +16,7 @@ from alignment.algorithms.policies import Policy, load_value_model, save_output,
 from alignment.data.batches import Example
 from alignment.data.tokenizers.tokenizer import Tokenizer, check_vocabulary
 from alignment.errors import UserError
-from alignment.loading import Checkpoint, architecture_of, set_special_tokens
+from alignment.loading import Checkpoint, set_special_tokens
 from alignment.models.encoder_decoder import DocumentClassifier
 from alignment.models.heads import score_labels
 from alignment.models.model import evaluation_mode
@@ -62,7 +62,7 @@ class EnsembleConfig(Settings):
 
 
 def load_reward_start(
-    source: str,
+    start: Checkpoint,
     adapter: AdapterSpec | None,
     tokenizer: Tokenizer,
     output: str,
@@ -72,11 +72,11 @@ def load_reward_start(
 ) -> Policy:
     """A reward model with a new head, from a decoder's or an encoder's checkpoint."""
     members = 1 if ensemble is None else ensemble.members
-    if architecture_of(source) != "decoder":
+    if start.architecture != "decoder":
         if ensemble is not None and ensemble.kind == "adapters":
-            raise UserError(f"{source}: an encoder's adapters are saved merged; take ensemble.kind=heads")
-        return _encoder_start(source, adapter, tokenizer, weights, members=members)
-    load = partial(load_value_model, source, adapter, tokenizer, output, head="normal", bases=SharedWeights(weights))
+            raise UserError(f"{start.source}: an encoder's adapters are saved merged; take ensemble.kind=heads")
+        return _encoder_start(start, adapter, tokenizer, weights, members=members)
+    load = partial(load_value_model, start, adapter, tokenizer, output, head="normal", bases=SharedWeights(weights))
     if ensemble is None or ensemble.kind == "heads":
         return load(members=members)
     if launched_kind() in ("fsdp2", "deepspeed"):
@@ -89,18 +89,18 @@ def load_reward_start(
 
 
 def _encoder_start(
-    source: str, adapter: AdapterSpec | None, tokenizer: Tokenizer, weights: WeightsConfig, *, members: int
+    start: Checkpoint, adapter: AdapterSpec | None, tokenizer: Tokenizer, weights: WeightsConfig, *, members: int
 ) -> Policy:
     """An encoder with a new score head; an adapter's changes are merged into the weights when it is saved."""
     from alignment.algorithms.finetune.model import freeze
     from alignment.models.frozen_weights import store_frozen
     from alignment.models.huggingface.checkpoint import load_pretrained
 
-    start = Checkpoint(source)
     if start.is_adapter:
-        raise UserError(f"{source}: an adapter; `alignment export` merges it into an encoder to start from")
+        raise UserError(f"{start.source}: an adapter; `alignment export` merges it into an encoder to start from")
     if adapter is not None and not isinstance(adapter, MergeableSpec):
-        raise UserError(f"{source}: an encoder's reward model trains with lora, dora or ia3, not with {adapter.kind}")
+        kind = adapter.kind
+        raise UserError(f"{start.source}: an encoder's reward model trains with lora, dora or ia3, not with {kind}")
     model = load_pretrained(
         start.directory,
         "scalar",
@@ -112,7 +112,7 @@ def _encoder_start(
     check_vocabulary(tokenizer, model.spec.vocabulary)
     if adapter is not None:
         store_frozen(model, weights)
-    return Policy(freeze(model, False, adapter), tokenizer, adapter, source=source)
+    return Policy(freeze(model, False, adapter), tokenizer, adapter, source=start.source)
 
 
 def save_reward_model(

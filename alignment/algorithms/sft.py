@@ -27,7 +27,7 @@ from alignment.data.text.chat import stop_token_ids
 from alignment.data.tokenize import last_span
 from alignment.data.tokenizers.tokenizer import known_tokens
 from alignment.errors import UserError
-from alignment.loading import architecture_of, load_tokenizer, preparation_for
+from alignment.loading import Checkpoint, load_tokenizer, preparation_for
 from alignment.losses.language import TokenLoss
 from alignment.models.embedding_noise import add_embedding_noise
 from alignment.models.model import check_lengths, evaluation_mode, start_token_of
@@ -134,17 +134,18 @@ def run(config: SFTConfig) -> Path:
     with open_run(config, "sft", parents=[config.policy]) as run:
         if run.finished:
             return run.output / "model"
+        start = Checkpoint(config.policy)
         new = {"add_tokens": config.add_tokens, "add_special_tokens": config.add_special_tokens}
-        tokenizer = load_tokenizer(config.policy, config.chat_template, **new)
-        if config.loss_on == "all" and architecture_of(config.policy) == "encoder-decoder":
+        tokenizer = load_tokenizer(start, config.chat_template, **new)
+        if config.loss_on == "all" and start.architecture == "encoder-decoder":
             raise UserError(
                 f"loss_on: {config.policy} is an encoder-decoder, whose encoder reads the prompt and predicts none of "
                 "it; leave loss_on=completion"
             )
-        preparation = preparation_for(config.policy, "demonstrations")
+        preparation = preparation_for(start, "demonstrations")
         train, held_out = read_split(config, "demonstrations", tokenizer, run, preparation=preparation)
         policy = load_policy(
-            config.policy,
+            start,
             config.adapter,
             tokenizer,
             config.output,

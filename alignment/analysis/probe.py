@@ -20,7 +20,7 @@ from alignment.data.tokenizers.tokenizer import Tokenizer, check_vocabulary
 from alignment.errors import UserError
 from alignment.files import hash_of, write_figures
 from alignment.judging.inputs import print_tally, refuse_mixture
-from alignment.loading import architecture_of, best_device, load_tokenizer
+from alignment.loading import Checkpoint, best_device, load_tokenizer
 from alignment.losses.language import IGNORED
 from alignment.models.classifiers import pooled
 from alignment.models.heads import Pooling
@@ -204,7 +204,7 @@ def write_probe(
     """
     numbers = numbers_of(Path(output))
     tokenizer = load_tokenizer(model)
-    usual = "last" if architecture_of(model) == "decoder" else "mean"
+    usual = "last" if Checkpoint(model).architecture == "decoder" else "mean"
     parts = prepare_parts(data, tokenizer, words=words)
     loaded = load_any(model).to(best_device())
     check_vocabulary(tokenizer, loaded.spec.vocabulary)

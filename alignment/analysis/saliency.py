@@ -23,7 +23,7 @@ from alignment.data.text.chat import prompt_ids, response_ids
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
 from alignment.evaluation.behavior import class_names
-from alignment.loading import Checkpoint, architecture_of, best_device, load_model, load_tokenizer
+from alignment.loading import Checkpoint, best_device, load_model, load_tokenizer
 from alignment.models.external.models import ExternalModel
 from alignment.models.families.family import num_labels
 from alignment.models.huggingface.checkpoint import load_pretrained
@@ -90,7 +90,7 @@ def load_explained(source: str) -> Callable[[str | Messages, str | None], Explai
     """
     checkpoint = Checkpoint(source)
     device = best_device()
-    kind = architecture_of(checkpoint)
+    kind = checkpoint.architecture
     is_single = member_count(checkpoint.directory) == 1
     config = read_config(checkpoint.directory) if is_single and not checkpoint.is_adapter else {}
     is_classifier = str((config.get("architectures") or [""])[0]).endswith("ForSequenceClassification")

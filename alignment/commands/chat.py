@@ -13,7 +13,7 @@ from alignment.errors import UserError
 from alignment.generation import DecodingRequest, SamplingConfig
 from alignment.generation.engine import DecodingEngine
 from alignment.generation.generate import read_prompts
-from alignment.loading import best_device, describe_stop_tokens, find_directory, load_model, load_tokenizer
+from alignment.loading import Checkpoint, best_device, describe_stop_tokens, find_directory, load_model, load_tokenizer
 from alignment.models.model import start_token_of
 from alignment.models.weights_config import WeightsConfig
 
@@ -38,13 +38,14 @@ def chat_in_terminal(
         seed: of each reply; None: other replies each time.
         system: the system message before the dialogue.
     """
-    tokenizer = load_tokenizer(name, chat_template)
+    checkpoint = Checkpoint(name)
+    tokenizer = load_tokenizer(checkpoint, chat_template)
     if tokenizer.chat_template is None:
         raise UserError(
             f"{name}: the model has no chat template; choose one by --chat-template (chatml, llama3, ... or a file), or "
             "continue texts by `alignment generate`"
         )
-    model = load_model(name, weights.dtype, best_device(), quantize=weights.quantize)
+    model = load_model(checkpoint, weights.dtype, best_device(), quantize=weights.quantize)
     if adapter is not None:
         model = load_adapter(model, find_directory(adapter)).eval()
     check_vocabulary(tokenizer, model.spec.vocabulary)
@@ -58,7 +59,7 @@ def chat_in_terminal(
         vocabulary=known_tokens(tokenizer),
     )
     positions = model.spec.max_positions - model.virtual_tokens()
-    print(f"{describe_stop_tokens(name, tokenizer)}\n{HELP}", file=sys.stderr)
+    print(f"{describe_stop_tokens(checkpoint, tokenizer)}\n{HELP}", file=sys.stderr)
     start: Messages = [] if system is None else [Message(role="system", content=system)]
     messages = start
     while True:

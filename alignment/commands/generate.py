@@ -13,7 +13,7 @@ from alignment.data.rows.read import read_rows
 from alignment.errors import UserError, raise_all
 from alignment.generation import SamplingConfig, decoding_config
 from alignment.generation import generate as generate_texts
-from alignment.loading import best_device, describe_stop_tokens, find_directory, load_model, load_tokenizer
+from alignment.loading import Checkpoint, best_device, describe_stop_tokens, find_directory, load_model, load_tokenizer
 from alignment.models.language_model import LanguageModel
 from alignment.models.weights_config import DEFAULT_WEIGHTS, WeightsConfig
 from alignment.settings import PositiveInt, Rule, refusal
@@ -62,9 +62,10 @@ def generate_responses(
     named = {name: find_directory(directory) for name, directory in (adapters or {}).items()}
     check_adapters(named)
     written, names = _read_file(prompts, named) if isinstance(prompts, str) else (list[Any](prompts), None)
-    tokenizer = load_tokenizer(model, settings.pop("chat_template"))
-    stops = describe_stop_tokens(model, tokenizer)
-    loaded = load_model(model, weights.dtype, best_device(), quantize=weights.quantize)
+    checkpoint = Checkpoint(model)
+    tokenizer = load_tokenizer(checkpoint, settings.pop("chat_template"))
+    stops = describe_stop_tokens(checkpoint, tokenizer)
+    loaded = load_model(checkpoint, weights.dtype, best_device(), quantize=weights.quantize)
     if settings.pop("prefix_mask"):
         if not isinstance(loaded, LanguageModel):
             raise UserError(

@@ -15,7 +15,7 @@ from alignment.data.tokenize import tokenize_texts
 from alignment.errors import UserError
 from alignment.files import write_figures
 from alignment.judging.inputs import print_tally, read_records
-from alignment.loading import architecture_of, best_device, load_model, load_tokenizer
+from alignment.loading import Checkpoint, best_device, load_model, load_tokenizer
 from alignment.models.model import Model, evaluation_mode, start_token_of
 from alignment.models.outputs import check_numbers
 from alignment.models.weights_config import WeightsConfig
@@ -91,7 +91,7 @@ def loss_on_rows(source: str, rows: Sequence[Text], max_length: int, weights: We
 
     Texts that were cut are counted on standard error.
     """
-    if (kind := architecture_of(source)) != "decoder":
+    if (kind := Checkpoint(source).architecture) != "decoder":
         raise UserError(f"{source}: this model is an {kind}, and the next-token loss of texts is that of a decoder")
     tokenizer = load_tokenizer(source)
     examples, tally = tokenize_texts(rows, tokenizer, max_length)

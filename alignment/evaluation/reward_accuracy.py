@@ -36,7 +36,7 @@ from alignment.generation import SamplingConfig
 from alignment.hotel_world.gold import gold_score
 from alignment.judging.inputs import check_hotel_prompts, print_tally, read_records, refuse_mixture
 from alignment.judging.responses import sample_responses, score_responses
-from alignment.loading import architecture_of, best_device, find_directory
+from alignment.loading import Checkpoint, best_device, find_directory
 from alignment.models.encoder_decoder import DocumentClassifier
 from alignment.models.model import check_lengths
 from alignment.models.outputs import check_numbers
@@ -315,7 +315,7 @@ def _figures(config: RewardEvalConfig, groups: Sequence[ScoredGroup], gain: floa
 
 def _read_prompts(config: BestOfNConfig) -> list[Prompt]:
     """The prompts, with policy and judge known to be of the right kind; nothing large is loaded."""
-    if architecture_of(config.policy) != "decoder":
+    if Checkpoint(config.policy).architecture != "decoder":
         raise UserError(f"{config.policy}: best_of_n.policy must be a decoder, which samples responses to prompts")
     if config.judge_model is not None:
         find_directory(config.judge_model)

@@ -27,7 +27,15 @@ from alignment.judging.judges import build_judge, compare, gold_scores, score_ju
 from alignment.judging.logged_judge import LoggedJudge
 from alignment.judging.people_judge import PeopleJudge, corrected_by_people, write_annotation_form
 from alignment.judging.responses import Responses, ResponseScorer, note_form, sample_or_read
-from alignment.loading import best_device, find_directory, load_model, load_tokenizer, preparation_for, same_vocabulary
+from alignment.loading import (
+    Checkpoint,
+    best_device,
+    find_directory,
+    load_model,
+    load_tokenizer,
+    preparation_for,
+    same_vocabulary,
+)
 from alignment.models.outputs import check_numbers
 from alignment.rewards.selection import kl_bound
 from alignment.statistics.corrected import MIN_LABELS
@@ -212,7 +220,7 @@ def cut_warnings(config: WinRateConfig, models: Mapping[str, Mapping[str, float]
 
 def log_ratios(config: WinRateConfig, generation: Generation, prompts: list[Prompt]) -> list[float]:
     """log p - log p_ref per whole response, nats; its mean over the model's own samples is KL from the reference."""
-    source = config.checkpoint(str(config.measured_from))
+    source = Checkpoint(config.checkpoint(str(config.measured_from)))
     responses = generation.token_ids
     tokenizer = load_tokenizer(source, config.chat_template)
     tokenize = preparation_for(source, "prompts").tokenize
@@ -221,14 +229,14 @@ def log_ratios(config: WinRateConfig, generation: Generation, prompts: list[Prom
     masks = [[False] * len(head) + [True] * len(response) for head, response in zip(heads, responses, strict=True)]
     policy_log_probs = torch.tensor([sum(values) for values in generation.log_probs], dtype=torch.float64)
     ratios = policy_log_probs - masked_log_probs(_load(config, str(config.measured_from)), documents, masks)
-    check_numbers(ratios, lambda i: prompts[i].row_id, f"the log-probability by {source}")
+    check_numbers(ratios, lambda i: prompts[i].row_id, f"the log-probability by {source.source}")
     return ratios.tolist()
 
 
 def log_probs_of_pairs(config: WinRateConfig, rows: Sequence[Comparison]) -> dict[str, torch.Tensor]:
     """Log-probabilities of held-out pairs by model, [n, 2], for those with the reference's vocabulary."""
     assert config.comparisons is not None
-    source = config.checkpoint(str(config.measured_from))
+    source = Checkpoint(config.checkpoint(str(config.measured_from)))
     tokenizer = load_tokenizer(source, config.chat_template)
     tokenize = preparation_for(source, "comparisons").tokenize
     pairs, tally = tokenize(list(rows), tokenizer, config.comparisons.max_length)

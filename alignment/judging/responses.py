@@ -28,7 +28,7 @@ from alignment.judging.inputs import print_tally, read_records
 from alignment.judging.judgments import RowLog, log_problem
 from alignment.judging.language_judges import ask_service, chat_text
 from alignment.judging.logged_judge import Call, JudgeAnswer, LoggedJudge
-from alignment.loading import best_device, load_model, load_tokenizer, preparation_for
+from alignment.loading import Checkpoint, best_device, load_model, load_tokenizer, preparation_for
 from alignment.models.model import check_lengths, start_token_of
 from alignment.models.outputs import check_numbers
 from alignment.models.weights_config import WeightsConfig
@@ -190,9 +190,10 @@ def sample_responses(
         counts_of: name under which it is printed what tokenizing dropped and cut; empty: it is not.
         way_out: for prompts that do not fit.
     """
-    model = load_model(source, weights.dtype, best_device(), quantize=weights.quantize)
-    tokenizer = load_tokenizer(source, chat_template)
-    examples, tally = preparation_for(source, "prompts").tokenize(list(prompts), tokenizer, max_length)
+    checkpoint = Checkpoint(source)
+    model = load_model(checkpoint, weights.dtype, best_device(), quantize=weights.quantize)
+    tokenizer = load_tokenizer(checkpoint, chat_template)
+    examples, tally = preparation_for(checkpoint, "prompts").tokenize(list(prompts), tokenizer, max_length)
     if counts_of:
         print_tally(counts_of, tally)
     start = start_token_of(model)  # of an encoder-decoder, whose positions the responses have to themselves

@@ -25,7 +25,7 @@ from alignment.data.rows.records import Demonstration, Prompt, Record, Steps, Te
 from alignment.data.stream import epoch_rows, mixing_shares, tables_of
 from alignment.data.table import column_of, longest_rows
 from alignment.errors import UserError
-from alignment.loading import load_tokenizer
+from alignment.loading import Checkpoint, load_tokenizer
 from alignment.models.operations import forward_operations, is_counted
 from alignment.models.transformer import TransformerSpec
 from alignment.planning.layout import GB, MACHINE_GPUS, Device, Layout, free_memory, layout_from_env, read_layout
@@ -277,7 +277,7 @@ def read_training_rows(config: StageConfig, stage: Workload) -> Data:
         characters = mean_over_sources(data, [np.array(list(map(characters_of, rows))) for rows in read])
         return Data(epoch_rows(data, list(map(len, read))), characters=characters)
     if isinstance(config, RewardConfig):
-        preparation = OBJECTIVES[config.loss].preparation_for(config.policy)
+        preparation = OBJECTIVES[config.loss].preparation_for(Checkpoint(config.policy))
         examples, _ = prepare_with(preparation, config.data, tokenizer, part="train")
     else:
         examples, _ = prepare(config.data, stage.kind, tokenizer)

@@ -12,7 +12,7 @@ from alignment.adapters import LoRASpec, PrefixSpec, attach, save_adapter
 from alignment.algorithms.policies import load_policy, reference_of
 from alignment.algorithms.ppo import iterate
 from alignment.data.tokenizers.tokenizer import save_tokenizer
-from alignment.loading import load_model, load_tokenizer
+from alignment.loading import Checkpoint, load_model, load_tokenizer
 from alignment.models.huggingface.checkpoint import load_language_model, load_scalar_model
 from alignment.models.shared_weights import SharedWeights
 from alignment.models.weight_bytes import held_bytes, total_bytes
@@ -164,7 +164,7 @@ def test_a_reference_over_the_same_base_shares_its_weights(kind, parents, checkp
     for source in [policy_directory, checkpoints["llama"]]:
         bases = SharedWeights()
         adapter = LoRASpec(rank=2) if kind == "LoRA" else None
-        policy = load_policy(policy_directory, adapter, tokenizer, str(tmp_path), bases=bases)
+        policy = load_policy(Checkpoint(policy_directory), adapter, tokenizer, str(tmp_path), bases=bases)
         engine = Engine(policy.model.eval(), OptimConfig(learning_rate=1e-2), TrainingConfig(), total_steps=2)
         reference = reference_of(policy, source, engine, bases=bases)
         assert reference.model is not None

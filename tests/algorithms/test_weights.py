@@ -21,7 +21,7 @@ from alignment.commands.generate import generate_responses
 from alignment.data.config import DataConfig
 from alignment.data.tokenizers.tokenizer import save_tokenizer
 from alignment.errors import UserError
-from alignment.loading import load_frozen_model, load_model
+from alignment.loading import Checkpoint, load_frozen_model, load_model
 from alignment.models.build import build_model
 from alignment.models.huggingface.checkpoint import load_language_model, load_pretrained, save_model
 from alignment.models.quantization import quantization_of
@@ -137,7 +137,7 @@ def test_an_exported_adapter_is_the_trained_model_in_the_type_of_its_base(quanti
     assert json.loads((merged / "config.json").read_text())["dtype"] == "bfloat16"
     exact = export_model(qwen, adapter, str(tmp_path / "exact"), dtype="float32")
     ids = torch.tensor([[5, 6, 7, 8]])
-    trained = load_frozen_model(adapter, SharedWeights(WeightsConfig(quantize=quantize)))
+    trained = load_frozen_model(Checkpoint(adapter), SharedWeights(WeightsConfig(quantize=quantize)))
     with torch.no_grad():
         expected = trained(ids).logits
         torch.testing.assert_close(load_model(str(exact))(ids).logits, expected, rtol=0, atol=1e-5)

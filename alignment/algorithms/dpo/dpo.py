@@ -22,7 +22,7 @@ from alignment.algorithms.policies import (
 )
 from alignment.algorithms.runs import check_rows, collate_for, open_run, prepare_training, read_split, sources_of
 from alignment.data.batches import PreferenceBatch
-from alignment.loading import load_tokenizer
+from alignment.loading import Checkpoint, load_tokenizer
 from alignment.losses.preference import dpo_loss
 from alignment.models.outputs import LogProbModel
 from alignment.models.shared_weights import SharedWeights
@@ -42,16 +42,15 @@ def run(config: DPOConfig) -> Path:
     with open_run(config, "dpo", parents=[config.policy, config.reference]) as run:
         if run.finished:
             return run.output / "model"
-        tokenizer = load_tokenizer(config.policy, config.chat_template)
+        start = Checkpoint(config.policy)
+        tokenizer = load_tokenizer(start, config.chat_template)
         train, held_out = read_split(
-            config, config.rows, tokenizer, run, preparation=preparation_for_preferences(config)
+            config, config.rows, tokenizer, run, preparation=preparation_for_preferences(start, config)
         )
         require_margins(config.losses, train, held_out)
 
         bases = SharedWeights(config.weights, shared=shares_weights())
-        policy = load_policy(
-            config.policy, config.adapter, tokenizer, config.output, bases=bases, architectures=GENERATORS
-        )
+        policy = load_policy(start, config.adapter, tokenizer, config.output, bases=bases, architectures=GENERATORS)
         check_rows(policy.model, train + held_out, config.data.max_length)
         note_dropout_off(policy, run)
         note_balance(run, policy.model)

@@ -25,7 +25,7 @@ from alignment.data.batches import (
 from alignment.data.prepare import Preparation
 from alignment.data.tokenize import tokenize_ordered_rankings
 from alignment.errors import UserError
-from alignment.loading import architecture_of, preparation_for
+from alignment.loading import Checkpoint, preparation_for
 from alignment.losses import preference
 from alignment.losses.ranking import ranked_dpo_loss
 from alignment.models.shared_prompts import prompt_sharing
@@ -33,16 +33,16 @@ from alignment.training import LossSum, Run
 from alignment.training.terms import Collate
 
 
-def preparation_for_preferences(config: DPOConfig) -> Preparation:
+def preparation_for_preferences(start: Checkpoint, config: DPOConfig) -> Preparation:
     """The preparation of the config's rows; UserError where policy and reference are of different architectures."""
-    kind = architecture_of(config.policy)
-    if config.reference and (other := architecture_of(config.reference)) != kind:
+    kind = start.architecture
+    if config.reference and (other := Checkpoint(config.reference).architecture) != kind:
         raise UserError(
             f"reference: {config.reference} is of kind {other}, and the policy of kind {kind}; both read the same rows"
         )
     if config.rows == "rankings" and kind == "decoder":
         return Preparation("ordered rankings", "rankings", tokenize_ordered_rankings)
-    return preparation_for(config.policy, config.rows)
+    return preparation_for(start, config.rows)
 
 
 def collate_for_rows(config: DPOConfig, models: Sequence[object], run: Run) -> Collate:

@@ -33,7 +33,7 @@ from alignment.data.tasks import (
 )
 from alignment.data.tokenizers.tokenizer import Tokenizer, check_vocabulary
 from alignment.errors import UserError, raise_all
-from alignment.loading import architecture_of, find_directory, load_tokenizer, set_padding
+from alignment.loading import Checkpoint, find_directory, load_tokenizer, set_padding
 from alignment.models.families import family_of, is_external_type
 from alignment.models.safetensors_files import read_config
 from alignment.models.transformer import TransformerSpec
@@ -186,7 +186,7 @@ def find_source(config: FinetuneConfig) -> Path | dict[str, Any]:
         raise UserError(f"{config.policy}: an adapter; `alignment export` merges it into a model to start from")
     if is_external_type(stored := read_config(directory)):
         its = f"{config.policy}: model_type {stored['model_type']!r} runs as transformers' class, of which finetune"
-        if architecture_of(config.policy) != "encoder":
+        if Checkpoint(config.policy).architecture != "encoder":
             raise UserError(f"{its} takes encoders only; take an encoder, or a model of our own families")
         if config.adapter is not None:
             raise UserError(f"{its} trains the weights themselves; leave `adapter` out, or set frozen_trunk instead")

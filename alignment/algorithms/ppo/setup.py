@@ -25,7 +25,7 @@ from alignment.data.stream import Stream, stream_of
 from alignment.data.text.chat import stop_token_ids
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
-from alignment.loading import find_directory, load_tokenizer, same_vocabulary
+from alignment.loading import Checkpoint, load_tokenizer, same_vocabulary
 from alignment.models.new_weights import attach_value_head
 from alignment.models.shared_prompts import prompt_sharing
 from alignment.models.shared_weights import SharedWeights
@@ -140,18 +140,20 @@ def build_engines(config: PPOConfig, data: RolloutData, bases: SharedWeights) ->
 def start_value_model(config: PPOConfig, tokenizer: Tokenizer, bases: SharedWeights | None = None) -> Policy:
     """The value model to train: the trunk of the reward model or of the policy, with one number per token on top."""
     if config.value_model == "policy":
-        return load_value_model(config.policy, config.adapter, tokenizer, None, head="zero", bases=bases)
+        return load_value_model(Checkpoint(config.policy), config.adapter, tokenizer, None, head="zero", bases=bases)
     source = config.reward_models[0]
-    reward_model = find_directory(source)
-    reward_tokenizer = load_tokenizer(source)
-    if read_members(reward_model) is not None or not same_vocabulary(tokenizer, reward_tokenizer):
+    reward_model = Checkpoint(source)
+    reward_tokenizer = load_tokenizer(reward_model)
+    if read_members(reward_model.directory) is not None or not same_vocabulary(tokenizer, reward_tokenizer):
         raise UserError(
             f"{source}: an ensemble of adapters, or a reward model whose tokenizer differs from the policy's, cannot "
             "become the value model; set value_model=policy"
         )
     # A head of its own where scores are shaped, here or in the reward model's files: its weights give raw scores.
-    head = "zero" if config.rewards or config.normalize_scores or read_calibration(reward_model).fitted else None
-    return load_value_model(source, config.adapter, reward_tokenizer, None, head=head, bases=bases)
+    head = (
+        "zero" if config.rewards or config.normalize_scores or read_calibration(reward_model.directory).fitted else None
+    )
+    return load_value_model(reward_model, config.adapter, reward_tokenizer, None, head=head, bases=bases)
 
 
 def local_texts(config: PPOConfig, texts: Stream, group: ProcessGroup, update: int) -> list[Batch]:

@@ -17,7 +17,7 @@ from alignment.data.stream import Stream, stream_of
 from alignment.data.table import column_of
 from alignment.data.tokenizers.tokenizer import Tokenizer, known_tokens
 from alignment.errors import UserError
-from alignment.loading import describe_stop_tokens, load_tokenizer
+from alignment.loading import Checkpoint, describe_stop_tokens, load_tokenizer
 from alignment.models.external.models import ExternalModel
 from alignment.models.native_model import NativeModel
 from alignment.models.shared_weights import SharedWeights
@@ -30,8 +30,9 @@ USABLE = 0.9  # share of the free memory that is planned with; the allocator los
 
 @dataclass(frozen=True)
 class RolloutData:
-    """Prompts and PPO's pretraining mix as streams, with the tokenizer that made them, and the held-out prompts."""
+    """Checkpoint and tokenizer of the policy, prompts and PPO's pretraining mix as streams, and the held-out prompts."""
 
+    start: Checkpoint
     tokenizer: Tokenizer
     prompts: Stream
     iterations: int
@@ -45,13 +46,14 @@ class RolloutData:
 
 def read_rollout_data(config: SamplingSettings, run: Run) -> RolloutData:
     """Read and tokenize prompts, and those that are held out."""
-    tokenizer = load_tokenizer(config.policy, config.chat_template)
+    start = Checkpoint(config.policy)
+    tokenizer = load_tokenizer(start, config.chat_template)
     training = config.training
-    run.note(describe_stop_tokens(config.policy, tokenizer))
+    run.note(describe_stop_tokens(start, tokenizer))
     prompts, held_out = read_split(config, "prompts", tokenizer, run)
     # Batches run across the ends of epochs: a smaller last one could not be cut into the same minibatches.
     stream = stream_of(config.data, prompts, batch_size=training.batch_size, seed=training.seed)
-    return RolloutData(tokenizer, stream, training.steps(stream.epoch_length), held_out=held_out)
+    return RolloutData(start, tokenizer, stream, training.steps(stream.epoch_length), held_out=held_out)
 
 
 # The policy and its rewards
@@ -71,7 +73,7 @@ def source_of(config: SamplingSettings, **changes: Any) -> RewardSource:
 
 def load_start(config: SamplingSettings, data: RolloutData, bases: SharedWeights) -> Policy:
     """The policy to train, which can read all prompts, and draws no id without a token."""
-    start = load_policy(config.policy, config.adapter, data.tokenizer, config.output, bases=bases)
+    start = load_policy(data.start, config.adapter, data.tokenizer, config.output, bases=bases)
     start.model.known_tokens = known_tokens(data.tokenizer)
     check_prompts(start, config, data)
     return start

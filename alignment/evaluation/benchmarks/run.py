@@ -21,7 +21,7 @@ from alignment.evaluation.benchmarks.figures import (
 from alignment.evaluation.benchmarks.tasks import TEXT_METRICS, LoadedBenchmark, read_task
 from alignment.files import read_json_object, write_figures
 from alignment.judging.likelihood import LanguageScorer
-from alignment.loading import architecture_of, best_device, load_model, load_tokenizer
+from alignment.loading import Checkpoint, best_device, load_model, load_tokenizer
 from alignment.models.weights_config import WeightsConfig
 from alignment.settings import NonNegativeInt, PositiveInt, Rule, Settings
 
@@ -121,7 +121,7 @@ def run(config: BenchmarksConfig) -> Path:
 
 def refuse_models(config: BenchmarksConfig, models: Mapping[str, str], tasks: Sequence[LoadedBenchmark]) -> None:
     """Refuse models that are not there or cannot do a task, and tasks that a classifier is missing for."""
-    kinds = {source: architecture_of(source) for source in models.values()}
+    kinds = {source: Checkpoint(source).architecture for source in models.values()}
     others = [task.name for task in tasks if task.settings.kind != "pairs"] + config.lm_eval
     whole = [task.name for task in tasks if task.settings.kind in ("pairs", "rolling")] + config.lm_eval
     unfit = {"encoder": others, "encoder-decoder": whole, "decoder": []}
