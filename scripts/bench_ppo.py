@@ -1,11 +1,13 @@
 """Speed and memory of PPO iterations, ours and `trl.experimental.ppo`'s, on the same networks, prompts, machine and run.
 
     python scripts/bench_ppo.py [--sizes nano micro] [--ends none log-normal] [--rounds N] [--environment DIR]
+    python scripts/bench_ppo.py --policy build/bases/smollm2 --ends none --prompts 8 --precision bf16 fp32 --rounds 1
 
 trl 1.12 is the last release with PPO. It gets a virtual environment of its own, made in --environment where it is missing,
 with the torch and transformers of this one. Ours and trl's runs take turns in processes of their own: after one that is not
-counted, an iteration samples a response to each of 64 prompts, scores it, and takes 4 passes of one update each, of policy
-and value model, with AdamW. `none`: all responses have 48 tokens. `log-normal`: each ends by the end token after a number of
+counted, an iteration samples a response to each of 64 prompts (or --prompts), scores it, and takes 4 passes of one update
+each, of policy and value model, with AdamW; every weight trains. --policy is the directory of a real model; of several
+--precision all take turns. `none`: all responses have 48 tokens. `log-normal`: each ends by the end token after a number of
 tokens of its own, 25 in the mean and 64 at most, the same ones on both sides.
 
 One JSON line per implementation: medians over rounds of the seconds of an iteration and of its parts (sampling; scoring:
@@ -27,6 +29,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -49,6 +52,7 @@ class Settings:
         policy, reward: checkpoint directories; the value model starts from `reward`, the reference from `policy`.
         prompts: token ids of each prompt, without padding and end tokens.
         ends: tokens of the response to each prompt; where `forced`, the last of them is the end token.
+        precision: fp32 or bf16, of both.
     """
 
     policy: str
@@ -56,6 +60,7 @@ class Settings:
     prompts: list[list[int]]
     ends: list[int]
     forced: bool
+    precision: str
 
     @property
     def ends_by_prompt(self) -> Mapping[tuple[int, ...], int]:
@@ -72,31 +77,39 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=["nano", "micro"])
+    parser.add_argument("--policy", type=Path, help="directory of a model, in place of --sizes")
+    parser.add_argument("--prompts", type=int, default=PROMPTS)
+    parser.add_argument("--precision", nargs="+", choices=["fp32", "bf16"], default=["fp32"])
     parser.add_argument("--ends", nargs="+", choices=["none", "log-normal"], default=["none", "log-normal"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--environment", type=Path, default=ROOT / f"runs/bench/trl-{TRL}", help="trl's own")
     options = parser.parse_args()
     python = make_environment(options.environment)
-    rate = measuring.matrix_rate("cuda" if torch.cuda.is_available() else "cpu", torch.float32)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    types = {"bf16": torch.bfloat16, "fp32": torch.float32}
+    rates = {precision: measuring.matrix_rate(device, types[precision]) for precision in options.precision}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         text = write_world(folder / "world", sizes=RowCounts(pretrain=800))["pretrain"]
-        prompts = measuring.random_prompts(PROMPTS)
+        prompts = measuring.random_prompts(options.prompts)
         lengths = {
-            "none": [NEW_TOKENS] * PROMPTS,
-            "log-normal": measuring.log_normal_ends(PROMPTS, MEAN_END, LONGEST_END, SIGMA),
+            "none": [NEW_TOKENS] * options.prompts,
+            "log-normal": measuring.log_normal_ends(options.prompts, MEAN_END, LONGEST_END, SIGMA),
         }
-        for size in options.sizes:
-            policy, reward = make_checkpoint(folder / size, text, size), folder / f"{size}-reward"
+        for size in [str(options.policy)] if options.policy else options.sizes:
+            policy = options.policy.resolve() if options.policy else make_checkpoint(folder / size, text, size)
+            reward = folder / "reward"
             measuring.write_reward_model(reward, policy)
-            for ends in options.ends:
-                settings = Settings(str(policy), str(reward), prompts, lengths[ends], ends == "log-normal")
+            weights = measuring.matrix_weights(policy)
+            for ends, precision in product(options.ends, options.precision):
+                settings = Settings(str(policy), str(reward), prompts, lengths[ends], ends == "log-normal", precision)
                 calls = {
                     "alignment": partial(measuring.in_process, run, "alignment", asdict(settings)),
                     "trl": partial(measuring.in_process, run, "trl", asdict(settings), python=python),
                 }
-                row = {"bench": "ppo", "size": size, "ends": ends, "threads": torch.get_num_threads()}
-                fastest = operations(settings, measuring.matrix_weights(policy)) / rate
+                row = {"bench": "ppo", "size": size, "ends": ends, "precision": precision}
+                row |= {"prompts": options.prompts, "threads": torch.get_num_threads()}
+                fastest = operations(settings, weights) / rates[precision]
                 report(row, measuring.take_turns(calls, options.rounds), fastest)
 
 
@@ -189,7 +202,9 @@ def run_ours(settings: Settings, folder: Path) -> Phases:
     config = ppo.PPOConfig(
         policy=settings.policy, reward_model=settings.reward, data=DataConfig(train="prompts"), output=str(folder),
         max_new_tokens=max(settings.ends), epochs=EPOCHS, optim=OptimConfig(learning_rate=LEARNING_RATE),
-        training=TrainingConfig(batch_size=count, max_steps=ITERATIONS + 1, save_every_steps=0),
+        training=TrainingConfig(
+            batch_size=count, max_steps=ITERATIONS + 1, save_every_steps=0, precision=settings.precision
+        ),
     )  # fmt: skip
     rows = [
         Example.single(ids, [False] * len(ids), f"row {number}", prompt="", extra={}, cut=False)
@@ -262,7 +277,7 @@ def run_trl(settings: Settings, folder: Path) -> Phases:
         total_episodes=count * (ITERATIONS + 1), num_ppo_epochs=EPOCHS, num_mini_batches=1,
         response_length=max(settings.ends), temperature=1.0, learning_rate=LEARNING_RATE, num_sample_generations=0,
         local_rollout_forward_batch_size=count, stop_token="eos" if settings.forced else None,
-        missing_eos_penalty=1.0 if settings.forced else None, use_cpu=not torch.cuda.is_available(), bf16=False,
+        missing_eos_penalty=1.0 if settings.forced else None, use_cpu=not torch.cuda.is_available(), bf16=settings.precision == "bf16",
         gradient_checkpointing=False, report_to=[], save_strategy="no", logging_steps=10**6, disable_tqdm=True,
     )  # fmt: skip
     tokenizer = AutoTokenizer.from_pretrained(settings.policy, padding_side="left")
