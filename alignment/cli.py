@@ -1,4 +1,4 @@
-"""Verbs of the command line, each a call of one function. Heavy modules are imported when a verb needs them."""
+"""Commands of the command line, each a call of one function. Heavy modules are imported when a command needs them."""
 
 import errno
 import json
@@ -130,7 +130,7 @@ def options(
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show a traceback where something goes wrong.")] = False,
 ) -> None:
-    """Options of every verb; `main` accepts them before the verb and after it."""
+    """Options of every command; `main` accepts them before the command and after it."""
 
 
 @app.command()
@@ -179,12 +179,12 @@ TRAINING = {
 }
 
 
-def add_training_verb(verb: str, help_text: str) -> None:
+def add_training_command(name: str, help_text: str) -> None:
     """Add the command that runs a training stage in this process, or in several that it starts."""
 
-    stage = verb.replace("-", "_")
+    stage = name.replace("-", "_")
 
-    @app.command(verb, help=help_text, cls=ConfigCommand, context_settings={"obj": stage})
+    @app.command(name, help=help_text, cls=ConfigCommand, context_settings={"obj": stage})
     def train(
         context: typer.Context,
         config: ConfigName,
@@ -204,14 +204,14 @@ def add_training_verb(verb: str, help_text: str) -> None:
                 return dry_run.check_stage(stage, run, checked)
             if gpus is not None or launch is not None:
                 debug = ["--debug"] if context.find_root().params["debug"] else []
-                relaunch([verb, config, *overrides, *debug], gpus, launch)
+                relaunch([name, config, *overrides, *debug], gpus, launch)
             from alignment.pipeline.stages import with_micro_batch
 
             show_result(run(with_micro_batch(checked)), checked.output)
 
 
 for _verb, _help in TRAINING.items():
-    add_training_verb(_verb, _help)
+    add_training_command(_verb, _help)
 
 
 EVALUATIONS = {  # command: (stage, help)
@@ -262,13 +262,13 @@ for _command, (_stage, _help) in EVALUATIONS.items():
 
 
 @contextmanager
-def open_stage(verb: str, config: str, overrides: list[str] | None) -> Iterator[tuple[Callable[[Any], Path], Any]]:
+def open_stage(stage: str, config: str, overrides: list[str] | None) -> Iterator[tuple[Callable[[Any], Path], Any]]:
     """The function of a stage and its checked config; while open, an error on one rank also stops the others."""
     from alignment.config.load import load_config
     from alignment.pipeline.stages import find_stage, missing_data
     from alignment.training.distributed import propagate_failures
 
-    config_class, run = find_stage(verb)
+    config_class, run = find_stage(stage)
     with propagate_failures():
         yield run, load_config(config_class, config, overrides or [], missing_data)
 
@@ -430,7 +430,9 @@ def export(
     quantize: Quantize = None,
     chat_template: ChatTemplate = None,
     add_token: Annotated[Texts, typer.Option(metavar="TEXT", help="Token to add; may be given several times.")] = None,
-    add_special_token: Annotated[Texts, typer.Option(metavar="TEXT", help="Control token to add; likewise.")] = None,
+    add_special_token: Annotated[
+        Texts, typer.Option(metavar="TEXT", help="Control token to add, also several times.")
+    ] = None,
 ) -> None:
     """Write a model, its adapter merged in, as a plain Hugging Face directory."""
     from alignment.commands.export import export_model
@@ -534,7 +536,7 @@ def data_check(
 def _named(
     pairs: Texts, option: str = "--columns", form: str = "our name of the column = the file's, such as prompt=question"
 ) -> dict[str, str]:
-    """Our names of columns -> the file's, of options such as prompt=question; likewise of another option."""
+    """Our names of columns -> the file's, of options such as prompt=question, or of another option."""
     names = [pair.partition("=") for pair in pairs or []]
     if wrong := [ours + equals for ours, equals, theirs in names if not (ours and theirs)]:
         raise UserError(f"{option} {wrong[0]!r}: write {form}")

@@ -93,7 +93,7 @@ class Ragged(DeviceBatch):
         global_mask: tokens that see, and are seen by, all of their document (Longformer), [N]; None: as the model
             chooses.
         shared: prompts that begin several documents; None: every document stands for itself.
-        sources: number of the data source of each document, where sources are told apart, [B].
+        sources: number of the data source of each document, where sources are reported separately, [B].
         prefix_lengths: first tokens of each document that a decoder reads in both directions (prefix LM), [B]; None: no
             token sees what follows it.
     """

@@ -262,7 +262,7 @@ def test_all_mistakes_are_listed_before_anything_runs(recipe, ran):
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("run: make", "run: mak", "stage world: there is no verb 'mak'; did you mean 'make'?"),
+        ("run: make", "run: mak", "stage world: there is no stage 'mak' to run; did you mean 'make'?"),
         ("${sft}/model", "${stf}/model", "stage ppo: ${stf} is no stage before this one; did you mean 'sft'?"),
         ("${world}/model", "${ppo}/model", "stage sft: ${ppo} is no stage before this one"),
         ("name: ppo", "name: sft", "two stages are called sft"),

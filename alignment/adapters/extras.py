@@ -253,7 +253,7 @@ def attach_extras(model: nn.Module, modules_to_save: tuple[str, ...], tokens: tu
     if not tokens and not modules_to_save:
         return
     if not isinstance(model, NativeModel | ExternalModel):
-        raise UserError("adapter.token_rows and adapter.modules_to_save are not there for a model with two heads")
+        raise UserError("adapter.token_rows and adapter.modules_to_save are not supported for a model with two heads")
     for name in dict.fromkeys(module_name for text in modules_to_save for module_name in _modules_named(model, text)):
         _train_module(model, name)
     if tokens:

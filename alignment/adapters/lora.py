@@ -98,7 +98,7 @@ def attach_lora(model: nn.Module, spec: LowRankSpec, name: str = DEFAULT) -> Non
         _check_dora(model, set(wanted))
     model.requires_grad_(False)
     if hasattr(model, "peft_config"):
-        del model.peft_config  # of the LoRA below; the two are told apart by name in the layers
+        del model.peft_config  # of the LoRA below; the two are known by name in the layers
     config = LoraConfig(
         r=spec.rank,
         lora_alpha=cast(int, spec.alpha),  # any number works
@@ -169,8 +169,8 @@ def activate_loras(model: nn.Module) -> None:
 def _start_at_principal_vectors(layer: "LoraLayer", name: str) -> None:
     """Start an update at the principal part of the layer's weight, and the frozen one at minus that.
 
-    With W = U S V^T: scale * B A is the part of the largest singular values, B = U sqrt(S / scale), A likewise. The
-    base weight stays, unlike in the paper, and `initial` takes the part off again.
+    With W = U S V^T: scale * B A is the part of the largest singular values, B = U sqrt(S / scale) and
+    A = sqrt(S / scale) V^T. The base weight stays, unlike in the paper, and `initial` takes the part off again.
 
     Source: Meng et al. 2024, arXiv:2404.02948, equations 2 to 4.
     """
@@ -210,7 +210,7 @@ def keep_as_start(model: Model) -> Model:
     Switching adapters off leaves the frozen one on.
     """
     spec = spec_of(model, lora_updates(model, model.state_dict()))
-    del model.peft_config  # peft would warn of several adapters; they are told apart by name in the layers
+    del model.peft_config  # peft would warn of several adapters; they are known by name in the layers
     with torch.random.fork_rng(devices=[]):  # its random start is overwritten: the new adapter's must not depend on it
         attach_lora(model, replace(spec, dropout=0.0), START)
     for layer in lora_layers(model).values():

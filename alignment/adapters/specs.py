@@ -183,7 +183,7 @@ AdapterSpec = LoRASpec | DoRASpec | IA3Spec | PrefixSpec | PromptSpec | Bottlene
 
 
 def refuse_new_tokens(adapter: AdapterSpec | None, tokens: Sequence[str]) -> None:
-    """Refuse tokens to add to the vocabulary below an adapter, whose base stays as it is."""
+    """Raise UserError for `add_tokens` with an adapter: its base is frozen."""
     if adapter is not None and tokens:
         raise ValueError(
             f"add_tokens: an adapter's base has no row for {', '.join(tokens)}; write a base that has (`alignment "

@@ -70,7 +70,7 @@ class BestOfNConfig(Settings):
         reward_combine: how the scores of an ensemble become one, as in PPO.
         reward_std_coef: weight of the deviation in `lower`.
         responses_per_prompt: n.
-        keep: at most so many of the best responses to a prompt become demonstrations; null: all.
+        keep: maximum of responses to a prompt that become demonstrations, the best ones; null: all.
         distinct: keep equal responses to a prompt once.
         threshold: keep only responses with at least this score; null: any score.
         require_end: leave out responses that did not end by themselves. Responses without any text are always left out.
@@ -82,7 +82,7 @@ class BestOfNConfig(Settings):
         seed: with the number of a response it fixes what is sampled; another round of expert iteration takes another
             one.
         batch_size: responses sampled side by side, which changes memory and speed alone.
-        micro_batch_tokens: tokens that a reward model reads at once, likewise.
+        micro_batch_tokens: tokens that a reward model reads at once, which changes memory and speed alone.
         chat_template: of the policy, a built-in one's name or a Jinja file; None: its tokenizer's own.
         weights: type that policy and reward models are held and compute in; auto: each checkpoint's.
     """

@@ -285,7 +285,7 @@ def objective_loss_fn(
         theta: of rao_kupper.
         bootstrap: row ids -> weight of each row for each member, [rows, k]; None: all count alike.
         is_encoder: True where the model gives one score per document, whatever is read.
-        sources: told apart in metrics.
+        sources: reported separately in metrics.
     """
 
     def loss_fn(batch: RaggedBatch) -> LossSum:

@@ -161,7 +161,7 @@ class NormalizeConfig(Settings):
     They are responses of the held-out rows, or of the training rows where none are held out.
 
     Attributes:
-        samples: at most so many.
+        samples: maximum number of reference samples.
 
     Source: Ziegler et al. 2019, arXiv:1909.08593, section 2.2.
     """

@@ -77,7 +77,7 @@ class SFTConfig(Settings):
         add_tokens: new tokens for the vocabulary, each of them one token wherever a row's text has it; their rows start
             as the mean of the others. Later stages (dpo, ppo, reward) start from the model that is saved, which has
             them. Not with `adapter`.
-        add_special_tokens: new control tokens likewise, which `chat_template` writes; a row's text cannot.
+        add_special_tokens: new control tokens, which `chat_template` writes; a row's text cannot.
         weights: type of the frozen weights in memory.
         loss_on: completion: the response and its end token are predicted, in dialogues every turn that is trained.
             all: the prompt too, every token but the first, which nothing comes before.
@@ -182,7 +182,7 @@ def language_loss_fn(model: LogProbModel, sources: Sources = ONE_SOURCE, token_l
 
     Args:
         model: called on a batch.
-        sources: told apart in metrics.
+        sources: reported separately in metrics.
         token_loss: label smoothing and z-loss; -log p(token) itself is then the metric `nll`.
     """
 

@@ -135,7 +135,7 @@ def write_lens(model: str, texts: Sequence[str], output: str | Path, *, top: int
     Args:
         model: directory or Hub name of a language model, or of an adapter.
         texts: what it reads, with the special tokens its tokenizer puts around a text.
-        top: tokens told per layer and position.
+        top: tokens shown per layer and position.
     """
     numbers_of(Path(output))
     loaded = load_model(model)

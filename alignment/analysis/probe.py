@@ -268,7 +268,7 @@ def _section(layers: Sequence[LayerFigures], baselines: Mapping[str, float]) -> 
         "layers",
         "Layers",
         "The control task gives every word (of a text, its last word) a class of its own, drawn once by a hash with "
-        "the shares of the true classes. A probe that learns it as well as the true one shows that words can be told "
+        "the shares of the true classes. A probe that learns it as well as the true one shows that words can be kept "
         f"apart, and no more. {baselines['control_seen']:.1%} of the held-out rows have a word of the fit; the most "
         f"frequent class of the control task makes {baselines['control_majority']:.1%}. Selectivity is the accuracy "
         "less that on the control task. Intervals are of 95 %; words of one text count as a cluster.",

@@ -102,7 +102,7 @@ def _describe_memory(plan: Plan) -> Iterator[str]:
     if plan.device.memory is None:
         yield "the device's memory is not known: give --gpu-memory to learn whether it fits"
     else:
-        yield _line(f"there on {plan.device.name}", plan.device.memory)
+        yield _line(f"available on {plan.device.name}", plan.device.memory)
     if plan.device.gpu:
         yield (
             "computed, not measured: one micro-batch was run on tensors without memory; kernels' own is in the reserve"

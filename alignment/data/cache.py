@@ -179,7 +179,7 @@ class Listed(NamedTuple):
 
 
 def list_entries(cache: Path, older_than: float = 0.0) -> list[Listed]:
-    """The entries that were last used this many days ago or before, the one used last first."""
+    """Entries unused for at least `days`, newest first."""
     entries = [_listed(path) for path in (cache / "entries").glob("[0-9a-f]" * 32)]
     return sorted((entry for entry in entries if entry.used >= older_than), key=lambda entry: entry.used)
 

@@ -71,7 +71,7 @@ class DataConfig(Settings):
     Attributes:
         train: file or Hub id (owner/name, owner/name[split], owner/name:config[split]), or a list of them, or of
             sections `{source, name, weight, max_rows, columns, split, chat_template}`.
-        evaluation: held-out rows, likewise; all of them are read, so these sources have no weights.
+        evaluation: held-out rows, given in the same ways; all of them are read, so these sources have no weights.
         evaluation_share: this share of the prompts of `train` is held out in place of `evaluation`, about 0.01 to 0.1;
             a hash of a row's prompt (or text) alone decides, so that all rows of one prompt are on one side, and added
             rows move no other. `max_rows` counts the rows of both sides; limits of lost and cut rows hold for both

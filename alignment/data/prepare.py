@@ -319,7 +319,7 @@ def prepare_chunk(job: Job, chunk: Chunk, max_rows: int | None = None) -> Prepar
 
 
 def trained_on(train: Rows, held_out: Rows) -> list[str]:
-    """Row ids of the held-out examples whose prompt (or text) a training example has too, by 64 bits of its hash."""
+    """Ids of held-out rows whose prompt (or text) also occurs in training, by 64 bits of its hash."""
     both = np.isin(held_out.column("prompt_hash"), train.column("prompt_hash"))
     return list(dict.fromkeys(held_out[int(row)].row_id for row in np.flatnonzero(both)))
 
@@ -357,7 +357,7 @@ def _view(table: Table, share: float, part: Part) -> Table:
     sizes: dict[str, Any] = {
         name: int(view.column(column).sum()) for name, column in (("documents", "documents"), ("tokens", "total"))
     }
-    if part == "evaluation":  # rows that were dropped and cut, and findings, are told of the training rows
+    if part == "evaluation":  # rows that were dropped and cut, and findings, are reported of the training rows
         return view.changed(tally=Tally(len(rows), len(rows), **sizes), findings=[])
     counts = _without(table.tally, len(rows), [evaluation[int(row)].row_id for row in rows[:SHOWN_IDS]])
     return view.changed(tally=replace(counts, **sizes))

@@ -340,7 +340,7 @@ def refused_rows(refused: Mapping[str, Sequence[str]]) -> UserError:
     problems = []
     for why, names in refused.items():
         shown = ", ".join(names[1:SHOWN_IDS]) + (", ..." if len(names) > SHOWN_IDS else "")
-        problems.append(f"{names[0]}: {why}" + f" (likewise {len(names) - 1} more: {shown})" * (len(names) > 1))
+        problems.append(f"{names[0]}: {why}" + f" (and {len(names) - 1} more: {shown})" * (len(names) > 1))
     return UserError(list_problems(problems))
 
 

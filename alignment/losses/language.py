@@ -55,7 +55,7 @@ class TeacherLoss:
     def of_logits(self, logits: Tensor, temperature: float) -> Tensor:
         """The loss of a student's logits / temperature, [M, V], at each target, [M].
 
-        The teacher's are divided likewise. Of a teacher with a larger vocabulary the first V logits count.
+        The teacher's are divided by it too. Of a teacher with a larger vocabulary the first V logits count.
         """
         with torch.no_grad():
             wanted = known_logits(self.head(self.states), logits.shape[-1]).float() / temperature

@@ -166,7 +166,7 @@ def check_row_lengths(
 
 @contextmanager
 def evaluation_mode(model: Any) -> Iterator[None]:
-    """The model in eval mode within the block, and in its own mode again after it."""
+    """Switch to eval mode inside the block, then restore the mode."""
     was_training = model.training
     model.eval()
     try:

@@ -35,7 +35,7 @@ Rows = Iterable[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class StageResult:
-    """Result of a finished stage: directory, verb, and the lines of its metrics.jsonl, one per update or iteration."""
+    """Result of a finished stage: directory, name, and the lines of its metrics.jsonl, one per update or iteration."""
 
     path: Path
     metrics: list[dict[str, Any]]
@@ -65,9 +65,9 @@ def run_on_rows(
     """Run a stage on rows in memory.
 
     Args:
-        stage: its verb.
+        stage: its name.
         rows: mappings with the columns that a file of such rows has, a `datasets.Dataset` or a `pandas.DataFrame`;
-            written to `output`/rows. Values of numpy become Python's, and NaN becomes null, which is told.
+            written to `output`/rows. Values of numpy become Python's, and NaN becomes null, which is reported.
         output: the run's directory; the same call again resumes an interrupted run.
         evaluation_rows: rows held out, evaluated as `training.evaluate_every_steps` says.
         on_update: called after each update (iteration, of PPO and online DPO) with its line of metrics.jsonl, in the
@@ -94,7 +94,7 @@ def run_on_rows(
 
 
 def stage_function(name: str, summary: str, stage: str = "") -> Callable[..., StageResult]:
-    """`run_on_rows` for one stage, named as its verb where `stage` does not name another."""
+    """`run_on_rows` for one stage, named as the function where `stage` does not name another."""
 
     def function(
         *,

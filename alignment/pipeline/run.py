@@ -51,7 +51,7 @@ def run_recipe(
 ) -> bool:
     """Run the unfinished stages; True if the results lie in the recipe's expected ranges, or without `check`.
 
-    A mistake in any stage is told before the first one starts.
+    A mistake in any stage is reported before the first one starts.
 
     Args:
         source: recipe folder, file, or packaged name.
@@ -119,7 +119,7 @@ def _wrong_references(entry: StageEntry, document: SourcedYaml, earlier: Sequenc
     values = dict(document.values or {})
     file = stage_file(entry.run, folder)
     if file is None and entry.run not in STAGES:
-        yield f"stage {entry.name}: there is no verb {entry.run!r}; {suggest(entry.run, STAGES)}"
+        yield f"stage {entry.name}: there is no stage {entry.run!r} to run; {suggest(entry.run, STAGES)}"
     if file is not None and not file.is_file():
         yield f"stage {entry.name}: run: {file} is not there"
     if values.pop("output", None) not in (None, f"${{{entry.name}}}"):

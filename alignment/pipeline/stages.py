@@ -1,4 +1,4 @@
-"""The function that runs each stage, by verb. A stage is imported when a recipe or a command needs it."""
+"""The function that runs each stage, by its name. A stage is imported when a recipe or a command needs it."""
 
 import dataclasses
 import importlib
@@ -13,7 +13,7 @@ from alignment.errors import UserError
 from alignment.files import read_json_object
 from alignment.settings import Key
 
-STAGES = {  # verb: "module:function"; the function takes the stage's config, whose class is the parameter's annotation
+STAGES = {  # name: "module:function"; the function takes the stage's config, whose class is the parameter's annotation
     "hotel_world": "alignment.hotel_world.datasets:run",
     "best_of_n": "alignment.algorithms.best_of_n:run",
     "pretrain": "alignment.algorithms.pretrain:run",
@@ -35,10 +35,10 @@ STAGES = {  # verb: "module:function"; the function takes the stage's config, wh
 }
 
 
-def find_stage(verb: str, folder: Path = Path()) -> tuple[type, Callable[[Any], Any]]:
+def find_stage(stage: str, folder: Path = Path()) -> tuple[type, Callable[[Any], Any]]:
     """Config class and function of a stage, a key of `STAGES` or `FILE.py:FUNCTION` of a recipe; imports its module."""
-    module_name, _, name = STAGES.get(verb, verb).partition(":")
-    module = importlib.import_module(module_name) if verb in STAGES else load_stage_file(folder / module_name)
+    module_name, _, name = STAGES.get(stage, stage).partition(":")
+    module = importlib.import_module(module_name) if stage in STAGES else load_stage_file(folder / module_name)
     function = getattr(module, name, None)
     if function is None:
         raise UserError(f"{folder / module_name}: has no function {name!r}")
@@ -46,9 +46,9 @@ def find_stage(verb: str, folder: Path = Path()) -> tuple[type, Callable[[Any], 
     return config_class, function
 
 
-def stage_file(verb: str, folder: Path) -> Path | None:
+def stage_file(stage: str, folder: Path) -> Path | None:
     """The file of a recipe's own stage; None of a key of `STAGES`."""
-    return folder / verb.partition(":")[0] if ".py:" in verb else None
+    return folder / stage.partition(":")[0] if ".py:" in stage else None
 
 
 def load_stage_file(path: Path) -> ModuleType:

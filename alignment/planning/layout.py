@@ -28,7 +28,7 @@ DDP_BUCKET_BYTES = 128 * 2**20  # gradients that are summed at once
 ZERO_BUCKET_BYTES = 2 * 5 * 10**8 * 4  # DeepSpeed's reduce and allgather buckets: 5e8 numbers each by default
 MACHINE_GPUS = 8  # of a machine, unless a launch file says it
 LINK_BANDWIDTH = 3e11  # bytes per second that one GPU gathers inside a machine, over NVLink
-NETWORK_BANDWIDTH = 5e10  # likewise across machines, over a network of 400 Gbit/s
+NETWORK_BANDWIDTH = 5e10  # across machines, over a network of 400 Gbit/s
 PREFETCHED_BLOCKS = 2  # of FSDP2 and ZeRO-3: the block that runs and the next one
 
 

@@ -71,7 +71,7 @@ def short_names(folders: Sequence[Path]) -> list[str]:
 def changed_settings(records: Sequence[StageRecord]) -> list[Row]:
     """A row for each setting that is not the same in all runs, run -> value.
 
-    A section that a run lacks is a single row. Of runs of several stages only settings that all of them have are told.
+    A section that a run lacks is a single row. Of runs of several stages only settings that all of them have are shown.
     """
     settings = {record.name: _settings(record) for record in records}
     keys = dict.fromkeys(key for run_settings in settings.values() for key in run_settings)

@@ -245,7 +245,7 @@ SYMPTOMS = (  # a cause of others comes before them
          Advice("top_k", 0, "training computes the whole distribution"),
          Advice("importance_cap", 2.0, "corrects what is left, by truncated importance sampling"),
          Advice("weights.dtype", "float32", "rounding is then below 1e-4; compare on a short run"),
-         Advice("training.precision", "fp32", "likewise")),
+         Advice("training.precision", "fp32", "rounding is then below 1e-4")),
         enough=1,
     ),
     Symptom(
@@ -375,7 +375,7 @@ SYMPTOMS = (  # a cause of others comes before them
         "chosen responses become unlikely", ("dpo",),
         {"chosen_reward margin":
             lambda _, chosen, margin: chosen.first - chosen.last > max(margin.last - margin.first, 1.0)},
-        "The pairs are told apart by making both responses unlikely; the probability goes to texts that nobody judged.",
+        "The policy separates the pairs by making both responses unlikely; the probability goes to texts that nobody judged.",
         (Advice("sft_coef", 0.2, "keeps the chosen responses likely"), Advice("beta", Times(2), "a stronger pull to "
                                                                                                 "the reference"),
          HALF),

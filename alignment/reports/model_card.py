@@ -160,7 +160,7 @@ def _headlines(run: Path) -> Iterator[tuple[str, str, int]]:
 
 
 def _win_rates(run: Path) -> Iterator[Config]:
-    """The win rates of the model in evaluations that lie beside the run; models are told apart by their content."""
+    """The win rates of the model in evaluations that lie beside the run; models are known by their content."""
     results = [path for path in sorted(run.parent.glob("*/results.json")) if path.with_name("sampling.json").is_file()]
     model_hash = directory_hash(run / "model") if results else ""
     for path in results:

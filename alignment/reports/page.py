@@ -133,7 +133,7 @@ def write_report(
         samples: `{prompt, responses: {policy: {text, score}}}`; a prompt: text or messages.
         lineage: the stages in order.
         runs: stage -> its log, for doctor to judge.
-        stages: likewise lines of metrics, of stages that are not among `runs`.
+        stages: lines of metrics of stages that are not among `runs`.
         further: sections that stand behind the samples.
         together: draw each metric of all stages in one chart, as of runs that are compared.
     """

@@ -198,7 +198,7 @@ def refuse_collinear(design: "csr_array", names: Sequence[str]) -> None:
 
     every = np.arange(len(gram))
     raise_all(
-        f"{name!r} follows from the models and the other columns, or is 0: its effect cannot be told from theirs; "
+        f"{name!r} follows from the models and the other columns, or is 0: its effect cannot be separated from theirs; "
         "leave it out"
         for column, name in zip(every[-len(names) :], names, strict=True)
         if rank(np.delete(every, column)) == rank(every)

@@ -98,7 +98,7 @@ def fit(
     if held_out and evaluate is None:
         evaluate = partial(held_out_metrics, engine, to_batches(held_out), loss_fn)
     result = Result(run, engine, training, save, evaluated=evaluate is not None)
-    state = go_on(result, stream, run, engine, training, remembers=remembers)
+    state = resume(result, stream, run, engine, training, remembers=remembers)
     own_share = partial(shard_rows, rank=engine.process_group.rank, world_size=engine.process_group.size)
     take_update = update or (lambda _, rows: engine.update(Term(own_share(rows, to_batches), loss_fn)))
     if (last := result.last_step) == engine.step:  # a finished run again: its model may be gone
@@ -127,7 +127,7 @@ def note_warmup(run: Run, engines: Iterable[Engine]) -> None:
             )
 
 
-def go_on(
+def resume(
     result: Result,
     stream: RowStream,
     run: Run,

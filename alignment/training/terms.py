@@ -32,7 +32,7 @@ class LossSum:
 
     Attributes:
         total: the SUM of the loss over everything that counts, a scalar with gradient.
-        metrics: sums likewise; each is divided by its term's global weight when logged.
+        metrics: sums as well; each is divided by its term's global weight when logged.
         means: (sum, weight) of metrics with a weight of their own, the same names on every rank; left out of the log
             where the weight is 0 over the whole update. Of `perplexity` and `perplexity/SOURCE` the mean is in nats,
             and its exponential is logged.
@@ -179,7 +179,7 @@ class Sources:
         if not self.names:
             return {}
         if (numbers := batch.counted_sources) is None:
-            raise ValueError("a batch without the sources of its rows cannot be told apart by source")
+            raise ValueError("a batch without the sources of its rows cannot be separated by source")
         belongs = (numbers == torch.arange(len(self.names), device=numbers.device)[:, None]).float()  # [S, M]
         counts = belongs.sum(1)
         means = {f"share/{name}": (count, counts.sum()) for name, count in zip(self.names, counts, strict=True)}

@@ -176,7 +176,7 @@ def test_refused_messages_are_told_for_all_rows_and_each_refusal_once(chatml, te
         tokenize_prompts(rows, chatml, 16)
     lines = str(caught.value).splitlines()
     assert [line.partition(":")[0] for line in lines] == ["r0", "r9"]
-    assert lines[0].endswith("(likewise 8 more: r1, r2, ...)")
+    assert lines[0].endswith("(and 8 more: r1, r2, ...)")
 
 
 @pytest.mark.parametrize(

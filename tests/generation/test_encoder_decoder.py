@@ -109,7 +109,7 @@ def test_generate_reads_sources_and_leaves_special_tokens_out(pairs, words, num_
 
 def test_messages_are_a_source_where_the_tokenizer_has_a_chat_template(pairs, words):
     message = [{"role": "user", "content": "w7"}]
-    with pytest.raises(UserError, match=r"prompt 1: .*chat template.*likewise 1 more: prompt 2"):
+    with pytest.raises(UserError, match=r"prompt 1: .*chat template.*and 1 more: prompt 2"):
         generate(pairs.ours, words, ["w7", message, message])
     templated = deepcopy(words)
     templated.chat_template = "{% for message in messages %}{{ message.content }} w8{% endfor %}"

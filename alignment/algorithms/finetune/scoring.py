@@ -37,7 +37,7 @@ class Predictions(NamedTuple):
     logits: Sequence[Tensor]  # of each row: classes [C]; tokens by classes [T, C], by start and end [T, 2]; choices [K]
     loss: Tensor  # -log p of the labels, summed over those that count; for an answer the mean of its start and end; of
     # numbers the squared error
-    correct: Tensor | None  # number of labels with the highest logit, likewise; None for numbers
+    correct: Tensor | None  # number of labels with the highest logit; None for numbers
     log_probs: Tensor | None  # of the documents' own tokens, if the model has a language head too, [M]
 
 

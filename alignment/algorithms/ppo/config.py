@@ -54,7 +54,7 @@ class UpdateSettings(Settings):
             of all responses to the prompt, divided by their deviation. dr_grpo: without that division and, by
             `loss_normalization`, without one by lengths, both of which bias the gradient. reinforce++: reward from the
             token on, whitened over the whole iteration. remax: less the score of the greedy response to the prompt.
-        kl_in: where the penalty `kl_coef` on leaving the reference stands. reward: taken off the rewards. loss: added
+        kl_in: where the KL penalty `kl_coef` is applied. reward: taken off the rewards. loss: added
             to the policy's loss, with its gradient, as in GRPO.
         kl_estimator: of the penalty per token, with r = log p - log p_ref: k1 = r, k2 = r^2 / 2, k3 = exp(-r) - 1 + r.
             In the loss k2 has the gradient of the reverse KL of each token, k3 (GRPO's) that of the forward KL.

@@ -21,7 +21,7 @@ from alignment.algorithms.ppo.loss_functions import (
     value_loss_fn,
 )
 from alignment.algorithms.ppo.metrics import rollout_metrics, utilization
-from alignment.algorithms.ppo.setup import build_state, note_distant_start, read_data
+from alignment.algorithms.ppo.setup import build_state, read_data, warn_nonzero_initial_kl
 from alignment.algorithms.ppo.state import PPOState
 from alignment.algorithms.rollouts.loop import update_on_rollouts
 from alignment.algorithms.rollouts.rollout import Rollout, collect
@@ -53,7 +53,7 @@ def run(config: PPOConfig) -> Path:
         if not run.finished:
             data = read_data(config, run)  # prompts, held-out prompts, text of the pretraining mix
             state = build_state(config, data)  # policy, value model, reference, rewards, KL controller
-            note_distant_start(config, run)
+            warn_nonzero_initial_kl(config, run)
             update_on_rollouts(run, config, data, state, iterate)
         return run.output / "model"
 

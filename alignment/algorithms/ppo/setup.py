@@ -109,7 +109,7 @@ def build_held_out(
     return HeldOut(prompts, score, sampling, held_out.kl_budget), source.roles(judges, "held-out reward model")
 
 
-def note_distant_start(config: PPOConfig, run: Run) -> None:
+def warn_nonzero_initial_kl(config: PPOConfig, run: Run) -> None:
     """Note that a prefix or a soft prompt makes the policy begin away from its reference."""
     if config.reference is None and isinstance(config.adapter, PrefixSpec | PromptSpec):
         run.note(

@@ -29,7 +29,7 @@ WATCHED = {
 
 @dataclass
 class Alarms:
-    """Metrics that alarms compare, of the first and newest iterations, and alarms not quiet since they were given."""
+    """First and latest metrics, and the alarms still raised."""
 
     start: list[dict[str, float]] = field(default_factory=list)
     recent: list[dict[str, float]] = field(default_factory=list)

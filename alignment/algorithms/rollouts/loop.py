@@ -136,9 +136,7 @@ def evaluate_held_out(
     """
     began = time.perf_counter()
     evaluation = judge_held_out(state, config, held_out)
-    metrics = held_out.take_in(evaluation.scores, evaluation.kl, step) | {
-        "held_out_unscored_share": evaluation.unscored
-    }
+    metrics = held_out.add(evaluation.scores, evaluation.kl, step) | {"held_out_unscored_share": evaluation.unscored}
     if not held_out.ended_by:
         metrics |= result.add(step, metrics)
     return metrics | {"seconds_held_out": time.perf_counter() - began}

@@ -1,4 +1,4 @@
-"""Rollouts: sampled responses with everything that the networks say of them, for PPO and online DPO."""
+"""Rollouts: sampled responses with log-probabilities, values and scores."""
 
 import math
 import time

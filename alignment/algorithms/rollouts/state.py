@@ -98,7 +98,7 @@ class HeldOut:
     start_scores: Sequence[float] = ()
     ended_by: str = ""
 
-    def take_in(self, scores: Sequence[float], kl: float, step: int) -> dict[str, float]:
+    def add(self, scores: Sequence[float], kl: float, step: int) -> dict[str, float]:
         """Metrics of an evaluation after `step` iterations; decides whether the KL budget is spent."""
         self.start_scores = self.start_scores or list(scores)
         if self.kl_budget is not None and kl > self.kl_budget:

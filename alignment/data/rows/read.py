@@ -459,7 +459,7 @@ def text_hash(text: str) -> int:
 
 
 def record_key(record: Record) -> tuple[str, ...]:
-    """Equal for two records of the same prompt, responses and judgment, whatever their rows."""
+    """Key for duplicates: prompt, responses and judgment, without the row id."""
     messages = [*(getattr(record, "messages", None) or ())]
     replies = messages[-1:] if isinstance(record, Demonstration) else messages
     labels = [getattr(record, name) for name in ("desirable", "ranks", "labels") if hasattr(record, name)]

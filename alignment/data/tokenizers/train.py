@@ -189,7 +189,9 @@ def train_unigram(
         )
         tokenizer.train_from_iterator(texts, trainer)
     except Exception as error:  # tokenizers raises bare Exception
-        raise UserError(f"a unigram vocabulary of {vocabulary} ({sentinels} sentinels) cannot be: {error}") from error
+        raise UserError(
+            f"cannot train a unigram vocabulary of {vocabulary} tokens ({sentinels} sentinels): {error}"
+        ) from error
     tokenizer.model = _in_order(tokenizer)
     return wrap_t5(tokenizer, range(sentinels)[::-1])
 

@@ -110,7 +110,7 @@ class Block(nn.Module):
 
 
 class NormedResidualBlock(Block):
-    """n + attention(n) with n = norm(x), feed-forward likewise: the residual branch uses the normed input (BLOOM)."""
+    """n + attention(n) with n = norm(x), the feed-forward alike: the residual branch uses the normed input (BLOOM)."""
 
     def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
         """x: [N, D] -> [N, D]."""
@@ -133,7 +133,7 @@ class PostNormBlock(Block):
 
 
 class SandwichBlock(Block):
-    """x + norm(attention(norm(x))), the feed-forward likewise: Gemma 2. Without the inner norms: OLMo 2.
+    """x + norm(attention(norm(x))), the feed-forward alike: Gemma 2. Without the inner norms: OLMo 2.
 
     Source: Ding et al. 2021, arXiv:2105.13290, section 2.4.
     """

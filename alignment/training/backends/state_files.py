@@ -2,7 +2,7 @@
 
     model.safetensors       the tensors that training changes, of one process or of replicas
     model-shards/           of a sharded model: a file per rank, written and read by torch's distributed checkpoint
-    optimizer.safetensors   the optimizer's state; of a sharded model likewise in optimizer-shards/
+    optimizer.safetensors   the optimizer's state; of a sharded model in optimizer-shards/
 Any number of processes can read what any other number wrote. Frozen parameters are left out: a run that trains an
 adapter loads its base model from the original checkpoint.
 """
