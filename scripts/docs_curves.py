@@ -1,7 +1,7 @@
 """The measured curves of docs/methods, as SVG for light and dark pages: `python scripts/docs_curves.py RUNS [RUNS ...]`.
 
 A folder of RUNS holds runs of recipes by name and seed, `methods-0`, `details-1`; the first folder that has one counts.
-online_dpo-SEED and adapters-SEED are no recipes: the pages have their commands.
+online_dpo-SEED and adapters-SEED are no recipes: the pages have their commands. Of smollm2 any one seed will do.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def finder(folders: Sequence[Path]) -> Runs:
         recipe, _, name = stage.partition("/")
         found = [next((p for f in folders if (p := f / f"{recipe}-{seed}" / name).is_dir()), None) for seed in SEEDS]
         missing = [seed for seed, path in zip(SEEDS, found, strict=True) if path is None]
-        if missing:
+        if missing and (recipe != "smollm2" or len(missing) == len(SEEDS)):
             raise SystemExit(f"{stage}: no run of seed {missing[0]} in {', '.join(map(str, folders))}")
         return [path for path in found if path is not None]
 
@@ -79,7 +79,8 @@ def end_dots(axes: Axes, runs: Sequence[Path], metric: str) -> None:
 
 def panels(*titles: str, x: str) -> tuple[Figure, Sequence[Axes]]:
     """A figure with an axes for each title."""
-    figure = Figure(figsize=(3.7 * len(titles) if len(titles) > 1 else 6.4, 3.1), layout="constrained")
+    width = {1: 6.4, 2: 7.4}.get(len(titles), 9.6)
+    figure = Figure(figsize=(width, 3.1), layout="constrained")
     row = [figure.add_subplot(1, len(titles), number) for number in range(1, len(titles) + 1)]
     for axes, title in zip(row, titles, strict=True):
         axes.set_title(title, loc="left")
@@ -193,9 +194,38 @@ def distillation(find: Runs) -> Figure:
     return figure
 
 
+def real_model(find: Runs) -> Figure:
+    figure, [accuracy, margin, score] = panels(
+        "reward model: accuracy", "DPO: margin, beta nats", "PPO: score and KL, nats", x="update, or iteration"
+    )
+    for axes, stage, metric in ((accuracy, "reward", "accuracy"), (margin, "dpo", "margin")):
+        steps, values = column(find(f"smollm2/{stage}")[0], metric)
+        axes.plot(steps, smooth(values, 10), color=COLORS[0])
+    for (name, stage), color in zip(
+        {"with the mix": "ppo", "without": "ppo_without_mix"}.items(), COLORS, strict=False
+    ):
+        run = find(f"smollm2/{stage}")[0]
+        score.plot(*column(run, "score"), color=color, label=name)
+        score.plot(*column(run, "kl"), "--", color=color)
+    score.legend(fontsize=8)
+    return figure
+
+
 CURVES: Mapping[str, Callable[[Runs], Figure]] = {
     each.__name__: each
-    for each in (sft, reward, dpo, ppo, rloo_grpo, online_dpo, best_of_n, adapters, pretraining, distillation)
+    for each in (
+        sft,
+        reward,
+        dpo,
+        ppo,
+        rloo_grpo,
+        online_dpo,
+        best_of_n,
+        adapters,
+        pretraining,
+        distillation,
+        real_model,
+    )
 }
 
 

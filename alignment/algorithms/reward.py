@@ -165,8 +165,8 @@ class Objective:
                 names = [name for name, f in FAMILIES.items() if f.architecture != "decoder" and "scalar" in f.tasks]
                 encoders = "" if self.encode is None else f", or from a model of {', '.join(names)}"
                 raise UserError(
-                    f"{start.source}: this model is an {start.architecture}, and a reward model of this loss starts from a "
-                    f"decoder, which reads prompt and response in one text{encoders}"
+                    f"{start.source}: this model is an {start.architecture}, and a reward model of this loss starts "
+                    f"from a decoder, which reads prompt and response in one text{encoders}"
                 )
             tokenize = self.encode
         name = self.kind if tokenize is TOKENIZE[self.kind] else tokenize.__name__
@@ -233,9 +233,8 @@ def run(config: RewardConfig) -> Path:
         def save() -> Path:
             theta = config.theta if config.loss == "rao_kupper" else None
             measured = measure_reference(engine, reward_model, config.training, config.loss, references, theta=theta)
-            size = config.training.max_shard_size
-            extra_files = partial(write_reference, *measured)
-            return save_reward_model(engine, reward_model, run.output, max_shard_size=size, extra_files=extra_files)
+            write = partial(write_reference, *measured)
+            return save_reward_model(engine, reward_model, run.output, config.training.max_shard_size, write)
 
         fit(engine, stream, collate, loss_fn, training=config.training, run=run, held_out=held_out, save=save)
         if model.config.get("pad_token_id") is None:

@@ -116,7 +116,7 @@ def _encoder_start(
 
 
 def save_reward_model(
-    engine: Engine, policy: Policy, output: str | Path, *, max_shard_size: str, extra_files: WriteFiles
+    engine: Engine, policy: Policy, output: str | Path, max_shard_size: str, extra_files: WriteFiles
 ) -> Path:
     """Write `output/model` and return it; every rank must call it."""
     model = engine.backend.unwrapped

@@ -8,13 +8,13 @@ from functools import partial
 from alignment.adapters import load_adapter
 from alignment.data.rows.records import Message, Messages
 from alignment.data.text.chat import stop_token_ids
-from alignment.data.tokenizers.tokenizer import check_vocabulary, known_tokens
+from alignment.data.tokenizers.tokenizer import Tokenizer, check_vocabulary, known_tokens
 from alignment.errors import UserError
 from alignment.generation import DecodingRequest, SamplingConfig
 from alignment.generation.engine import DecodingEngine
 from alignment.generation.generate import read_prompts
 from alignment.loading import Checkpoint, best_device, describe_stop_tokens, find_directory, load_model, load_tokenizer
-from alignment.models.model import start_token_of
+from alignment.models.model import Model, start_token_of
 from alignment.models.weights_config import WeightsConfig
 
 HELP = "an empty line is skipped, /new begins another dialogue, Ctrl-C stops a reply, Ctrl-D ends"
@@ -38,17 +38,7 @@ def chat_in_terminal(
         seed: of each reply; None: other replies each time.
         system: the system message before the dialogue.
     """
-    checkpoint = Checkpoint(name)
-    tokenizer = load_tokenizer(checkpoint, chat_template)
-    if tokenizer.chat_template is None:
-        raise UserError(
-            f"{name}: the model has no chat template; choose one by --chat-template (chatml, llama3, ... or a file), or "
-            "continue texts by `alignment generate`"
-        )
-    model = load_model(checkpoint, weights.dtype, best_device(), quantize=weights.quantize)
-    if adapter is not None:
-        model = load_adapter(model, find_directory(adapter)).eval()
-    check_vocabulary(tokenizer, model.spec.vocabulary)
+    tokenizer, model = load_chat_model(name, adapter, chat_template, weights)
     start_token = start_token_of(model)
     make_engine = partial(
         DecodingEngine,
@@ -59,7 +49,7 @@ def chat_in_terminal(
         vocabulary=known_tokens(tokenizer),
     )
     positions = model.spec.max_positions - model.virtual_tokens()
-    print(f"{describe_stop_tokens(checkpoint, tokenizer)}\n{HELP}", file=sys.stderr)
+    print(HELP, file=sys.stderr)
     start: Messages = [] if system is None else [Message(role="system", content=system)]
     messages = start
     while True:
@@ -81,6 +71,25 @@ def chat_in_terminal(
                 messages = [*dialogue, Message(role="assistant", content=answer)]
             except UserError as error:
                 print(f"{error}; /new begins another dialogue", file=sys.stderr)
+
+
+def load_chat_model(
+    name: str, adapter: str | None, chat_template: str | None, weights: WeightsConfig
+) -> tuple[Tokenizer, Model]:
+    """Tokenizer and model of a directory or Hub name; UserError where there is no chat template."""
+    checkpoint = Checkpoint(name)
+    tokenizer = load_tokenizer(checkpoint, chat_template)
+    if tokenizer.chat_template is None:
+        raise UserError(
+            f"{name}: the model has no chat template; choose one by --chat-template (chatml, llama3, ... or a file), "
+            "or continue texts by `alignment generate`"
+        )
+    model = load_model(checkpoint, weights.dtype, best_device(), quantize=weights.quantize)
+    if adapter is not None:
+        model = load_adapter(model, find_directory(adapter)).eval()
+    check_vocabulary(tokenizer, model.spec.vocabulary)
+    print(describe_stop_tokens(checkpoint, tokenizer), file=sys.stderr)
+    return tokenizer, model
 
 
 def reply(engine: DecodingEngine, request: DecodingRequest) -> str:

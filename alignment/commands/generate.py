@@ -64,7 +64,6 @@ def generate_responses(
     written, names = _read_file(prompts, named) if isinstance(prompts, str) else (list[Any](prompts), None)
     checkpoint = Checkpoint(model)
     tokenizer = load_tokenizer(checkpoint, settings.pop("chat_template"))
-    stops = describe_stop_tokens(checkpoint, tokenizer)
     loaded = load_model(checkpoint, weights.dtype, best_device(), quantize=weights.quantize)
     if settings.pop("prefix_mask"):
         if not isinstance(loaded, LanguageModel):
@@ -91,7 +90,7 @@ def generate_responses(
         for index, prompt in enumerate(inputs)
         if raw and not isinstance(prompt, str)
     )
-    print(f"{explanation}; {stops}", file=sys.stderr)
+    print(f"{explanation}; {describe_stop_tokens(checkpoint, tokenizer)}", file=sys.stderr)
     generated = generate_texts(loaded, tokenizer, inputs, adapters=names, **settings)
     columns: dict[str, Sequence[Any]] = {
         "prompt": written,

@@ -1,4 +1,4 @@
-"""Formulas of PPO and policy gradients: rewards, advantages with and without a value model, clipped losses, importance weights.
+"""Formulas of policy gradients: rewards, advantages with and without a value model, clipped losses, importance weights.
 
 Where a function takes `mask`, values in slots that do not count reach neither its result nor any gradient, be they NaN.
 The unreduced losses have no mask: select what counts (`values[mask]`) before them.

@@ -50,8 +50,8 @@ class StageEntry(Settings):
 
     Attributes:
         name: of its directory below the recipe's output, which `${name}` refers to.
-        run: the name of a stage, a key of `STAGES`; or `FILE.py:FUNCTION`, a stage of the recipe's own, the file named from its
-            folder.
+        run: the name of a stage, a key of `STAGES`; or `FILE.py:FUNCTION`, a stage of the recipe's own, the file named
+            from its folder.
         config: packaged name, path (the `output` of such a file does not count), or the config itself.
         settings: replace values of `config`; keys may be dotted.
     """

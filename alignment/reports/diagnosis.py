@@ -375,7 +375,8 @@ SYMPTOMS = (  # a cause of others comes before them
         "chosen responses become unlikely", ("dpo",),
         {"chosen_reward margin":
             lambda _, chosen, margin: chosen.first - chosen.last > max(margin.last - margin.first, 1.0)},
-        "The policy separates the pairs by making both responses unlikely; the probability goes to texts that nobody judged.",
+        "Both responses of a pair become unlikely, one more than the other; the probability goes to texts that nobody "
+        "judged.",
         (Advice("sft_coef", 0.2, "keeps the chosen responses likely"), Advice("beta", Times(2), "a stronger pull to "
                                                                                                 "the reference"),
          HALF),

@@ -107,7 +107,7 @@ class Engine:
     def update(self, *terms: Term) -> dict[str, float]:
         """One optimizer step on the sum of `terms`, each averaged over its own global weight.
 
-        loss = sum over terms of coef * (sum of totals over all micro-batches and ranks) / (sum of weights over the same)
+        loss = sum over terms of coef * (sum of totals over all micro-batches and ranks) / (sum of weights over them)
 
         Args:
             terms: equal on every rank, in the same order; only their micro-batches may differ, in number too.

@@ -1,4 +1,4 @@
-"""Direct preference optimization (DPO): the run and its loss function. Variants differ in the loss alone, see variants.py."""
+"""Direct preference optimization (DPO): the run and its loss function. Variants differ in the loss, see variants.py."""
 
 from dataclasses import replace
 from functools import partial

@@ -1,4 +1,4 @@
-"""DPO's variants: the cost of each row by the name of the loss, and rows and micro-batches of the kind that it takes."""
+"""DPO's variants: the cost of each row by the loss's name, and rows and micro-batches of the kind that it takes."""
 
 from collections.abc import Sequence
 from functools import partial

@@ -1,4 +1,4 @@
-"""What an iteration of PPO reads and changes: the KL controller, the normalizer of scores, and the state."""
+"""The state of PPO: KL controller, normalizer of scores, engines; with what of it a checkpoint keeps."""
 
 import math
 from collections.abc import Callable

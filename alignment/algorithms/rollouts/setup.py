@@ -30,7 +30,7 @@ USABLE = 0.9  # share of the free memory that is planned with; the allocator los
 
 @dataclass(frozen=True)
 class RolloutData:
-    """Checkpoint and tokenizer of the policy, prompts and PPO's pretraining mix as streams, and the held-out prompts."""
+    """Checkpoint and tokenizer of the policy, prompts and PPO's pretraining mix as streams, held-out prompts."""
 
     start: Checkpoint
     tokenizer: Tokenizer

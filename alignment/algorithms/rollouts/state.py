@@ -1,4 +1,4 @@
-"""What an iteration of sampling and learning reads and changes, and what of it a checkpoint keeps."""
+"""The state that an iteration of sampling and learning reads and changes, and the part that a checkpoint keeps."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
