@@ -82,9 +82,9 @@ def run(config: JudgeEvalConfig) -> Path:
         orders = judgment_figures(judge_items(twice, judge_of_rows(twice)) if verdicts else judged)
         results |= {key: orders[key] for key in ("inconsistent", "position_bias")}
     results |= {"calls": judge.usage()} if isinstance(judge, LoggedJudge) else {}
-    write_figures(output / "results.json", results)
-    show_results(output / "judge.html", results)
-    return output / "results.json"
+    path = write_figures(output / "results.json", results)
+    show_results(path.with_name("judge.html"), results)
+    return path
 
 
 def judge_items(items: Sequence[LabeledItem], judge: Judge, max_failed_share: float = 1.0) -> JudgeResult:

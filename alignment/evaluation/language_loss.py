@@ -82,8 +82,7 @@ def run(config: LanguageEvalConfig) -> Path:
     """Next-token loss in nats per token, perplexity and bits per byte, written to `results.json`."""
     rows = read_records(config.data, "text")
     loss = loss_on_rows(config.model, rows, config.data.max_length, config.weights)
-    write_figures(Path(config.output) / "results.json", asdict(loss))
-    return Path(config.output) / "results.json"
+    return write_figures(Path(config.output) / "results.json", asdict(loss))
 
 
 def loss_on_rows(source: str, rows: Sequence[Text], max_length: int, weights: WeightsConfig) -> LanguageLoss:

@@ -30,6 +30,7 @@ from alignment.judging.responses import Responses, ResponseScorer, note_form, sa
 from alignment.loading import best_device, find_directory, load_model, load_tokenizer, preparation_for, same_vocabulary
 from alignment.models.outputs import check_numbers
 from alignment.rewards.selection import kl_bound
+from alignment.statistics.agreement import Figures
 from alignment.statistics.corrected import MIN_LABELS
 from alignment.statistics.winrate import holm, mean_interval
 from alignment.training.loop import ENDED
@@ -103,8 +104,7 @@ def run(config: WinRateConfig) -> Path:
         "models": models,
         "samples": _sample_rows(plan, prompts, responses),
     }
-    write_figures(Path(config.output) / "results.json", results)
-    return Path(config.output) / "results.json"
+    return write_figures(Path(config.output) / "results.json", results)
 
 
 def seed_rounds(plan: WinRateConfig, name: str) -> list[tuple[str, WinRateConfig]]:
@@ -152,12 +152,12 @@ def measure_responses(
     scorer: ResponseScorer | None,
     texts: Sequence[Text] | None,
     log_probs: Mapping[str, torch.Tensor],
-) -> dict[str, Any]:
+) -> Figures:
     """A contestant's lengths, gold parts, proxy score, KL from the reference and text loss, with intervals of means."""
     generation = responses[name]
     count = len(prompts)
     clusters = [str(prompt.prompt) for prompt in prompts]
-    result: dict[str, Any] = {"response_characters": sum(map(len, generation.texts)) / count}
+    result: Figures = {"response_characters": sum(map(len, generation.texts)) / count}
     if config.policy_of(name) is not None:
         result["response_tokens"] = sum(map(len, generation.token_ids)) / count
         result["ended_share"] = sum(generation.ended) / count
@@ -188,9 +188,9 @@ def measure_responses(
     return result
 
 
-def means_over_seeds(seeds: Sequence[Mapping[str, object]]) -> dict[str, Any]:
+def means_over_seeds(seeds: Sequence[Mapping[str, object]]) -> Figures:
     """Means over the seeds of the numbers that all have; intervals, which are over prompts alone, are left out."""
-    means: dict[str, Any] = {}
+    means: Figures = {}
     for key, value in seeds[0].items():
         values: list[Any] = [figures[key] for figures in seeds if key in figures]
         if isinstance(value, dict):
@@ -250,9 +250,9 @@ def judge_responses(
     responses: Responses,
     judge: LoggedJudge | PeopleJudge,
     scorers: Mapping[str, ResponseScorer],
-) -> tuple[dict[str, Any], list[str]]:
+) -> tuple[Figures, list[str]]:
     """Figures of every contestant against the baseline and of the judge's calls, and warnings of the judge's faults."""
-    figures: dict[str, dict[str, Any]] = {}
+    figures: dict[str, Figures] = {}
     warnings: list[str] = []
     for name in [name for name in config.contestants if name != config.baseline]:
         pairs, models = paired_responses(config, [name], prompts, responses)
@@ -279,8 +279,6 @@ def judge_responses(
     tests = [model_figures["sign_test"] for model_figures in figures.values()]
     for test, adjusted in zip(tests, holm([test["p"] for test in tests]), strict=True):
         test["holm"] = adjusted
-    if isinstance(judge, PeopleJudge):
-        return {"models": figures, "calls": judge.summary()}, warnings
     return {"models": figures, "calls": judge.usage()}, warnings + judge.faults()
 
 
@@ -309,11 +307,11 @@ def write_form(config: WinRateConfig, path: Path, prompts: list[Prompt], respons
     )
 
 
-def _sample_rows(config: WinRateConfig, prompts: list[Prompt], responses: Responses) -> list[dict[str, Any]]:
+def _sample_rows(config: WinRateConfig, prompts: list[Prompt], responses: Responses) -> list[Figures]:
     """Some prompts with every model's response, of seeds the first, and the gold score where the judge is gold."""
     texts = {name: responses[config.names_of(name)[0]].texts for name in config.contestants}
 
-    def shown(i: int, text: str) -> dict[str, Any]:
+    def shown(i: int, text: str) -> Figures:
         return {"text": text, "score": gold_scores([prompts[i]], [text])[0].total if config.judge == "gold" else None}
 
     rows = []

@@ -218,14 +218,9 @@ class WinRateConfig(JudgeConfig):
             "are measured from a reference; name one among the models",
         ),
         Rule(
-            "best_of",
-            lambda c: [name for name in c.best_of if name in c.models],
-            "has names of models too, {found}; take others",
-        ),
-        Rule(
-            "response_files",
-            lambda c: len(set(c.contestants)) < len(c.contestants),
-            "and endpoints have names of other contestants too; take others",
+            "models",
+            lambda c: sorted({name for name in c.contestants if c.contestants.count(name) > 1}),
+            "best_of, response_files and endpoints share the names {found}; take others",
         ),
         Rule(
             "best_of",

@@ -18,7 +18,7 @@ from alignment.files import hash_of
 from alignment.judging.config import JudgeConfig
 from alignment.judging.judgments import RowLog, log_problem
 from alignment.judging.language_judges import Question, ask_endpoint, ask_model
-from alignment.judging.logged_judge import Call, JudgeAnswer, LoggedJudge
+from alignment.judging.logged_judge import Call, Done, JudgeAnswer, LoggedJudge
 from alignment.judging.people_judge import PeopleJudge, file_judge, majority_verdict
 from alignment.judging.responses import ResponseScorer
 from alignment.judging.templates import LABELS, RATINGS, is_rubric, load_template, question_text
@@ -104,13 +104,10 @@ def compare(
         orders = list(zip(verdicts[:n], verdicts[n:], strict=True))
         leads = [one + other - 1 for one, other in orders if one is not None and other is not None]
         contradictions = [None if one is None or other is None else one != 1 - other for one, other in orders]
-    count = contradictions.count(True)
-    twice = n - contradictions.count(None)
     shares = share_of([2 * contradiction - 1 for contradiction in contradictions if contradiction is not None])
-    inconsistent = {"count": count, **shares, "rate": count / twice if twice else 0.0}
-    coins = [
-        contradiction is True and v == TIE for contradiction, v in zip(contradictions, merged.verdicts, strict=True)
-    ]
+    count = contradictions.count(True)
+    inconsistent = {"count": count, **shares, "rate": count / max(shares["n"], 1)}
+    coins = [bool(contradiction) and v == TIE for contradiction, v in zip(contradictions, merged.verdicts, strict=True)]
     clusters = judged_prompts(prompts, merged.verdicts)
     return JudgeResult(
         win_rate(judged, inconsistent=sum(coins), clusters=clusters),
@@ -239,7 +236,7 @@ def build_judge(
     scorers: Mapping[str, ScoreFunction] | None = None,
     hashes: Mapping[str, str | None] | None = None,
 ) -> LoggedJudge | PeopleJudge:
-    """The judge that a config names; `usage()` of a `LoggedJudge`, or `summary()` of people, is for the results.
+    """The judge that a config names; its `usage()` is for the results, its `faults()` are warnings.
 
     Args:
         directory: where its calls are kept, in `judgments.jsonl` (and `ratings.jsonl` for a rubric), and read again by
@@ -269,7 +266,7 @@ def build_judge(
 def _record(name: str, hashes: Mapping[str, str | None], judge: Judge, log: RowLog) -> LoggedJudge:
     """A judge that costs nothing, and judges anew at every start."""
 
-    def ask(calls: Sequence[Call], done: Callable[[Call, JudgeAnswer], bool]) -> None:
+    def ask(calls: Sequence[Call], done: Done) -> None:
         sides = [call.responses[0] for call in calls], [call.responses[1] for call in calls]
         for call, verdict in zip(calls, judge([call.prompt for call in calls], *sides), strict=True):
             done(call, JudgeAnswer(verdict))

@@ -115,8 +115,8 @@ def run(config: BenchmarksConfig) -> Path:
         if run_tasks is not None:
             foreign[name] = run_tasks(scorer)
     results = {task.name: task_results(task, measured[task.name], config.baseline) for task in tasks}
-    write_figures(Path(config.output) / "results.json", {"models": models, "tasks": results, "lm_eval": foreign})
-    return Path(config.output) / "results.json"
+    figures = {"models": models, "tasks": results, "lm_eval": foreign}
+    return write_figures(Path(config.output) / "results.json", figures)
 
 
 def refuse_models(config: BenchmarksConfig, models: Mapping[str, str], tasks: Sequence[LoadedBenchmark]) -> None:
