@@ -24,7 +24,7 @@ from alignment.files import write_figures
 from alignment.generation import SamplingConfig
 from alignment.judging.inputs import print_tally
 from alignment.judging.likelihood import LanguageScorer
-from alignment.loading import best_device, find_directory, load_model, load_tokenizer, torch_dtype
+from alignment.loading import best_device, find_directory, load_on_best_device, load_tokenizer, torch_dtype
 from alignment.models.families.family import num_labels
 from alignment.models.huggingface.checkpoint import load_pretrained
 from alignment.models.outputs import check_numbers
@@ -284,7 +284,7 @@ def predict_texts(config: BehaviorConfig, texts: Sequence[Text]) -> list[Predict
     elif config.reward_model:
         logits = load_reward_model(source, weights.dtype, best_device(), quantize=weights.quantize).score(texts)
     else:
-        model = load_model(source, weights.dtype, best_device(), quantize=weights.quantize)
+        model = load_on_best_device(source, weights)
         scorer = LanguageScorer(model, load_tokenizer(source), config.as_messages)
         if config.sampling:
             return label_responses(config, scorer.responses([str(text) for text in texts], config.sampling))

@@ -14,7 +14,7 @@ import numpy as np
 from annotated_types import Interval
 
 from alignment.data.rows.files import SUFFIXES
-from alignment.errors import UserError, raise_all
+from alignment.errors import UserError
 from alignment.files import write_figures
 from alignment.judging.config import JudgeConfig
 from alignment.judging.faults import judgment_figures
@@ -109,10 +109,10 @@ def read_items(config: JudgeEvalConfig, verdicts: str) -> list[LabeledItem]:
         wanted = "a label of people" + (f" and a verdict of {verdicts}" if verdicts else "")
         raise UserError(f"{', '.join(files)}: no item has {wanted}; compare their ids and sides, and `annotators`")
     mute = [item.prompt.row_id for item in labeled_items if not (verdicts or item.first or item.second)]
-    raise_all(
-        f"{name}: no responses for judge={config.judge} to read; name their columns, first and second"
-        for name in mute[:1]
-    )
+    if mute:
+        raise UserError(
+            f"{mute[0]}: no responses for judge={config.judge} to read; name their columns, first and second"
+        )
     return labeled_items
 
 

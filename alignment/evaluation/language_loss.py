@@ -15,7 +15,7 @@ from alignment.data.tokenize import tokenize_texts
 from alignment.errors import UserError
 from alignment.files import write_figures
 from alignment.judging.inputs import print_tally, read_records
-from alignment.loading import architecture_of, best_device, load_model, load_tokenizer
+from alignment.loading import architecture_of, load_on_best_device, load_tokenizer
 from alignment.models.model import Model, evaluation_mode, start_token_of
 from alignment.models.outputs import check_numbers
 from alignment.models.weights_config import WeightsConfig
@@ -99,7 +99,7 @@ def loss_on_rows(source: str, rows: Sequence[Text], max_length: int, weights: We
     firsts = {example.row_id: example.ids[:1] for example in reversed(examples)}.values()
     unpredicted = sum(len(text.encode()) for text in tokenizer.batch_decode(list(firsts), skip_special_tokens=True))
     size = sum(len(row.text.encode()) for row in rows) - unpredicted
-    model = load_model(source, weights.dtype, best_device(), quantize=weights.quantize)
+    model = load_on_best_device(source, weights)
     return language_loss(model, collate(examples, TOKENS_PER_FORWARD), text_bytes=size)
 
 

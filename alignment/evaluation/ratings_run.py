@@ -14,7 +14,7 @@ from alignment.data.rows.records import Prompt
 from alignment.errors import UserError, raise_all
 from alignment.files import hash_of, write_figures
 from alignment.judging.config import JudgeConfig
-from alignment.judging.faults import judgment_figures, length_warnings, position_warnings
+from alignment.judging.faults import judgment_figures, judgment_warnings
 from alignment.judging.judges import build_judge, compare
 from alignment.judging.judgments import Judgment
 from alignment.judging.labeled_items import LabelColumns, read_votes
@@ -160,7 +160,7 @@ def run(config: RatingsConfig) -> Path:
         }
         for name, figures in results["models"].items()
     ]
-    _write_page(path.with_name("ratings.html"), ratings, [table, results["differences"]])
+    _write_page(path.with_name("ratings.html"), results, table)
     print_table(table)
     print(f"{len(used)} battles used; {counts['unused']} not, which have no outcome, or a model of leave_out")
     return path
@@ -190,11 +190,11 @@ def rating_figures(ratings: Ratings) -> Figures:
     }
 
 
-def _write_page(path: Path, ratings: Ratings, tables: list[list[dict[str, object]]]) -> None:
+def _write_page(path: Path, results: Figures, table: list[dict[str, object]]) -> None:
     """A chart of the ratings as points above and below their mean, the table, and the differences of all pairs."""
     bars = [
-        Bar(name, rating - MEAN, (low - MEAN, high - MEAN), 0)
-        for (name, rating), (low, high) in zip(ratings.items(), ratings.intervals.values(), strict=True)
+        Bar(name, model["rating"] - MEAN, (model["low"] - MEAN, model["high"] - MEAN), 0)
+        for name, model in results["models"].items()
     ]
     edge = 1.05 * max(abs(bound) for bar in bars for bound in bar.interval or ())
     chart = Chart(
@@ -208,11 +208,11 @@ def _write_page(path: Path, ratings: Ratings, tables: list[list[dict[str, object
             "Ratings",
             "A rank is 1 more than the number of models that are better at 5 %, adjusted for all pairs after Holm.",
             charts=[chart],
-            tables=tables[:1],
+            tables=[table],
         ),
-        Section("differences", "Differences", "First minus second, in points.", tables=tables[1:]),
+        Section("differences", "Differences", "First minus second, in points.", tables=[results["differences"]]),
     ]
-    summary = f"{len(ratings)} models, {sum(ratings.battles.values()) // 2} battles."
+    summary = f"{len(bars)} models, {results['battles']} battles."
     render_page(path, kind="ratings", title=path.parent.name, summary=summary, sections=sections)
 
 
@@ -307,8 +307,7 @@ def play_tournament(config: TournamentConfig, ratings: RatingsConfig) -> tuple[l
         ]
         name = f"{one} against {other}"
         figures[name] = judgment_figures(judged)
-        warnings += position_warnings(name, judged)
-        warnings += [] if config.judge == "longer" else length_warnings(name, judged)
+        warnings += judgment_warnings(config, name, judged)
         if judged.failures:
             warnings.append(
                 f"{name}: the judge failed on {judged.failures} of {len(rows)} prompts, which are no battles"

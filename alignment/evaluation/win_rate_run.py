@@ -17,9 +17,8 @@ from alignment.judging.config import BestOfConfig, WinRateConfig
 from alignment.judging.faults import (
     comparison_figures,
     judgment_figures,
-    length_warnings,
+    judgment_warnings,
     parent_warnings,
-    position_warnings,
     rate_over_seeds,
 )
 from alignment.judging.inputs import check_hotel_prompts, print_tally, read_records
@@ -27,7 +26,7 @@ from alignment.judging.judges import build_judge, compare, gold_scores, score_ju
 from alignment.judging.logged_judge import LoggedJudge
 from alignment.judging.people_judge import PeopleJudge, corrected_by_people, write_annotation_form
 from alignment.judging.responses import Responses, ResponseScorer, note_form, sample_or_read
-from alignment.loading import best_device, find_directory, load_model, load_tokenizer, preparation_for, same_vocabulary
+from alignment.loading import find_directory, load_on_best_device, load_tokenizer, preparation_for, same_vocabulary
 from alignment.models.outputs import check_numbers
 from alignment.rewards.selection import kl_bound
 from alignment.statistics.agreement import Figures
@@ -220,7 +219,7 @@ def log_ratios(config: WinRateConfig, generation: Generation, prompts: list[Prom
     documents = [[*head, *response] for head, response in zip(heads, responses, strict=True)]
     masks = [[False] * len(head) + [True] * len(response) for head, response in zip(heads, responses, strict=True)]
     policy_log_probs = torch.tensor([sum(values) for values in generation.log_probs], dtype=torch.float64)
-    ratios = policy_log_probs - masked_log_probs(_load(config, str(config.measured_from)), documents, masks)
+    ratios = policy_log_probs - masked_log_probs(load_on_best_device(source, config.weights), documents, masks)
     check_numbers(ratios, lambda i: prompts[i].row_id, f"the log-probability by {source}")
     return ratios.tolist()
 
@@ -233,12 +232,8 @@ def log_probs_of_pairs(config: WinRateConfig, rows: Sequence[Comparison]) -> dic
     tokenize = preparation_for(source, "comparisons").tokenize
     pairs, tally = tokenize(list(rows), tokenizer, config.comparisons.max_length)
     print_tally("comparisons", tally)
-    names = [name for name in config.models if _shares_vocabulary(config, name)]
-    return {name: pair_log_probs(_load(config, name), pairs) for name in names}
-
-
-def _load(config: WinRateConfig, name: str) -> Any:
-    return load_model(config.checkpoint(name), config.weights.dtype, best_device(), quantize=config.weights.quantize)
+    sources = {name: config.checkpoint(name) for name in config.models if _shares_vocabulary(config, name)}
+    return {name: pair_log_probs(load_on_best_device(one, config.weights), pairs) for name, one in sources.items()}
 
 
 # 3. The judgments
@@ -266,8 +261,7 @@ def judge_responses(
                 f"{name}: fewer than {MIN_LABELS} labels in {config.labels} are on these responses, or of fewer prompts"
             )
             warnings += [] if corrected else [f"{few}: no corrected rate"]
-        warnings += position_warnings(name, compared)
-        warnings += [] if config.judge == "longer" else length_warnings(name, compared)
+        warnings += judgment_warnings(config, name, compared)
         if config.reward_models:
             members = {source: score_judge(scorers[source], config.tie_margin) for source in config.reward_models}
             rates = {

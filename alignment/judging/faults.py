@@ -9,7 +9,7 @@ import numpy as np
 from alignment.data.rows.records import Prompt
 from alignment.errors import UserError
 from alignment.files import hash_of, read_json_object
-from alignment.judging.config import WinRateConfig
+from alignment.judging.config import JudgeConfig, WinRateConfig
 from alignment.judging.judges import JudgeResult, judged_prompts
 from alignment.statistics.agreement import Figures
 from alignment.statistics.length_control import length_controlled_win_rate
@@ -75,6 +75,11 @@ def comparison_figures(
         "sign_test": {"p": sign_test(int((leads > 0).sum()), int((leads < 0).sum()))},
         "detectable_difference": detectable_difference(share * known, ties=ties / known) if known > ties else None,
     }
+
+
+def judgment_warnings(config: JudgeConfig, name: str, result: JudgeResult) -> list[str]:
+    """Warnings of both kinds on one comparison; the longer response is no taste of a judge that goes by nothing else."""
+    return [*position_warnings(name, result), *(length_warnings(name, result) if config.judge != "longer" else ())]
 
 
 def position_warnings(name: str, result: JudgeResult) -> list[str]:

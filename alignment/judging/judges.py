@@ -113,7 +113,7 @@ def compare(
         win_rate(judged, inconsistent=sum(coins), clusters=clusters),
         inconsistent,
         share_of(leads),
-        **length_effect(ours, baseline, merged.verdicts, clusters, contradictory=coins),
+        **length_effect(ours, baseline, merged.verdicts, clusters, coins),
         failures=merged.failures,
         verdicts=merged.verdicts,
         contradictory=coins,
@@ -138,9 +138,8 @@ def length_effect(
     ours: Sequence[str],
     baseline: Sequence[str],
     verdicts: Sequence[Verdict],
-    clusters: Sequence[Hashable] | None = None,
-    *,
-    contradictory: Sequence[bool] = (),
+    clusters: Sequence[Hashable],
+    contradictory: Sequence[bool],
 ) -> dict[str, Figures | None]:
     """The share of items that the longer response wins, and the slope of the verdicts over the lengths' log2 ratio.
 
@@ -150,22 +149,21 @@ def length_effect(
 
     Args:
         clusters: names of the judged items' clusters, see `clustered_error`.
-        contradictory: True of items whose two orders contradict each other, tosses as in `win_rate`; (): none.
+        contradictory: True of items whose two orders contradict each other, tosses as in `win_rate`.
 
     Returns:
         `longer_preferred` (rate, low, high, n) over the items with two lengths, and `length_slope` (slope, low, high);
         None where it cannot be known.
     """
-    columns = zip(ours, baseline, verdicts, list(contradictory) or [False] * len(verdicts), strict=True)
+    columns = zip(ours, baseline, verdicts, contradictory, strict=True)
     judged = [(len(a), len(b), verdict, toss) for a, b, verdict, toss in columns if verdict is not None]
-    names = list(range(len(judged)) if clusters is None else clusters)
     coins = np.array([toss for *_, toss in judged], bool)
     unequal = [i for i, (a, b, *_) in enumerate(judged) if a != b]
     leads = [(2 * verdict - 1) * (1 if a > b else -1) for a, b, verdict, _ in judged if a != b]
     longer = slope = None
     if leads:
         shares = [(1 + lead) / 2 for lead in leads]
-        preferred = win_rate(shares, inconsistent=int(coins[unequal].sum()), clusters=[names[i] for i in unequal])
+        preferred = win_rate(shares, inconsistent=int(coins[unequal].sum()), clusters=[clusters[i] for i in unequal])
         longer = {**share_of(leads), "low": preferred.low, "high": preferred.high}
     rows = np.array([(math.log2((a + 1) / (b + 1)), verdict) for a, b, verdict, _ in judged])
     x, y = (rows - rows.mean(0)).T
@@ -173,7 +171,7 @@ def length_effect(
         rate = float(x @ y / (x @ x))
         scale = len(rows) / (x @ x)
         tosses = float(((scale * x[coins]) ** 2).sum())
-        error = Z_95 * clustered_error(scale * x * (y - rate * x), names, tosses=tosses)[0]
+        error = Z_95 * clustered_error(scale * x * (y - rate * x), clusters, tosses=tosses)[0]
         if error > 1e-9:  # else it is not known, or nothing varies about the line
             slope = {"slope": rate, "low": rate - error, "high": rate + error}
     return {"longer_preferred": longer, "length_slope": slope}

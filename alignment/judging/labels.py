@@ -151,10 +151,10 @@ def read_questions(source: str) -> list[Label]:
     The same pair in both orders is one question.
     """
     rows = list(read_raw(source))
-    columns = set(next((row.values for row in rows if row.values), {}))
-    if not columns & {"first", "responses"}:
-        ours = filled_columns(next((row.values for row in rows if row.values), {}))
-        ranked = any(ours.issuperset(form.columns) for form in ROW_FORMATS["rankings"])
+    first_row = next((row.values for row in rows if row.values), {})
+    if first_row.keys().isdisjoint(("first", "responses")):
+        columns = filled_columns(first_row)
+        ranked = any(columns.issuperset(form.columns) for form in ROW_FORMATS["rankings"])
         records, tally = read_rows(source, "rankings" if ranked else "demonstrations")
         print_tally(source, tally)
         rows = [

@@ -15,7 +15,7 @@ from alignment.judging.config import EndpointConfig
 from alignment.judging.likelihood import TOKENS_PER_FORWARD, LanguageScorer
 from alignment.judging.logged_judge import Ask, Call, Done, JudgeAnswer
 from alignment.judging.templates import read_answer
-from alignment.loading import best_device, load_model, load_tokenizer
+from alignment.loading import load_on_best_device, load_tokenizer
 from alignment.models.model import check_lengths
 from alignment.models.weights_config import WeightsConfig
 from alignment.ragged import group_by_length
@@ -170,8 +170,7 @@ def ask_model(source: str, question: Question, weights: WeightsConfig) -> Ask:
 
     @cache
     def load() -> LanguageScorer:
-        model = load_model(source, weights.dtype, best_device(), quantize=weights.quantize)
-        return LanguageScorer(model, load_tokenizer(source))
+        return LanguageScorer(load_on_best_device(source, weights), load_tokenizer(source))
 
     def ask(calls: Sequence[Call], done: Done) -> None:
         scorer = load()

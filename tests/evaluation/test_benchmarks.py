@@ -663,7 +663,7 @@ def test_one_fault_of_many_rows_is_one_line(make_task):
     ],
 )
 def test_what_is_not_there_is_named_before_a_model_is_loaded(tmp_path, checkpoints, monkeypatch, changes, message):
-    monkeypatch.setattr(benchmarks, "load_model", lambda *a, **k: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(benchmarks, "load_on_best_device", lambda *a, **k: pytest.fail("a model was loaded"))
     tiny = str(Path(__file__).parents[2] / "configs" / "tiny_data")
     settings = {
         "models": {"base": checkpoints["llama"]},

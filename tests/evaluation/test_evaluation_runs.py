@@ -261,7 +261,7 @@ def test_a_wrong_best_of_n_is_refused(config_of, monkeypatch):
     ):
         with pytest.raises(ValueError, match=words):
             config_of(64, best_of=best_of, **changes)
-    monkeypatch.setattr(evaluation, "load_model", lambda *_, **__: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(evaluation, "load_on_best_device", lambda *_, **__: pytest.fail("a model was loaded"))
     with pytest.raises(UserError, match="/nowhere/judge: no such model directory"):
         evaluation.run(config_of(64, best_of={"best": BestOfConfig("one", "/nowhere/judge")}))
 

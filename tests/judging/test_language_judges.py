@@ -492,7 +492,9 @@ def test_a_model_judges_in_both_orders_and_is_loaded_only_where_something_is_new
     config = JudgeConfig(judge="model", judge_model=model["chat"])
     result = compare(PROMPTS[:6], OURS[:6], BASELINE[:6], build_judge(config, tmp_path))
     assert len(read_judgments(tmp_path / "judgments.jsonl")) == 12 and result.inconsistent["n"] == 6
-    monkeypatch.setattr("alignment.judging.language_judges.load_model", lambda *_, **__: pytest.fail("loaded again"))
+    monkeypatch.setattr(
+        "alignment.judging.language_judges.load_on_best_device", lambda *_, **__: pytest.fail("loaded again")
+    )
     assert compare(PROMPTS[:6], OURS[:6], BASELINE[:6], build_judge(config, tmp_path)) == result
 
 
@@ -500,7 +502,7 @@ def test_a_model_without_finite_numbers_is_no_judge(model, tmp_path, monkeypatch
     """[B-H1] Neither label is likelier than the other."""
     network = load_model(model["plain"])
     network.trunk.norm.weight.data.fill_(float("nan"))
-    monkeypatch.setattr("alignment.judging.language_judges.load_model", lambda *_, **__: network)
+    monkeypatch.setattr("alignment.judging.language_judges.load_on_best_device", lambda *_, **__: network)
     judge = build_judge(JudgeConfig(judge="model", judge_model=model["plain"]), tmp_path)
     with pytest.raises(UserError, match=r"row 1: .*not finite"):
         judge(PROMPTS[:2], OURS[:2], BASELINE[:2])

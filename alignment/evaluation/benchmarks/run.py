@@ -21,7 +21,7 @@ from alignment.evaluation.benchmarks.figures import (
 from alignment.evaluation.benchmarks.tasks import TEXT_METRICS, LoadedBenchmark, read_task
 from alignment.files import read_json_object, write_figures
 from alignment.judging.likelihood import LanguageScorer
-from alignment.loading import architecture_of, best_device, load_model, load_tokenizer
+from alignment.loading import architecture_of, load_on_best_device, load_tokenizer
 from alignment.models.weights_config import WeightsConfig
 from alignment.settings import NonNegativeInt, PositiveInt, Rule, Settings
 
@@ -108,7 +108,7 @@ def run(config: BenchmarksConfig) -> Path:
     measured = {task.name: dict[str, Columns]() for task in tasks}
     foreign = dict[str, object]()
     for name, source in models.items():
-        model = load_model(source, config.weights.dtype, best_device(), quantize=config.weights.quantize)
+        model = load_on_best_device(source, config.weights)
         scorer = LanguageScorer(model, load_tokenizer(source, config.chat_template), config.chat)
         for task in tasks:
             measured[task.name][name] = measure(task, scorer, classify)
