@@ -78,7 +78,7 @@ def comparison_figures(
 
 
 def judgment_warnings(config: JudgeConfig, name: str, result: JudgeResult) -> list[str]:
-    """Warnings of both kinds on one comparison; the longer response is no taste of a judge that goes by nothing else."""
+    """Warnings of both kinds on one comparison; judge=longer, which goes by length alone, has none of length."""
     return [*position_warnings(name, result), *(length_warnings(name, result) if config.judge != "longer" else ())]
 
 
