@@ -78,9 +78,10 @@ def write_json(path: Path, value: object) -> None:
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
-def write_figures(path: Path, figures: object) -> None:
-    """`write_json` with null for every number that is not finite, for which JSON has no word."""
+def write_figures(path: Path, figures: object) -> Path:
+    """`write_json` with null for every number that is not finite, for which JSON has no word; the path."""
     write_json(path, json.loads(json.dumps(figures), parse_constant=lambda _: None))
+    return path
 
 
 def write_json_lines(path: Path, rows: Iterable[Mapping[str, object]]) -> None:

@@ -28,7 +28,7 @@ from alignment.models.native_model import NativeModel
 from alignment.models.quantization import quantize_blocks, require_bitsandbytes
 from alignment.models.safetensors_files import GENERATION_CONFIG, read_config, read_generation_config
 from alignment.models.shared_weights import SharedWeights
-from alignment.models.weights_config import Quantization, set_up_device, warn_of_slow_bfloat16
+from alignment.models.weights_config import Quantization, WeightsConfig, set_up_device, warn_of_slow_bfloat16
 from alignment.ragged import has_apple_gpu, has_bfloat16
 
 UNUSED = r"[<\[].*(?i:pad|reserved|unused).*[>\]]"  # names of tokens that no text has
@@ -266,6 +266,11 @@ def best_device() -> str:
     """ "cuda" or "mps" where there is a GPU, of NVIDIA's or AMD's kind or Apple's, else "cpu"."""
     set_up_device()
     return "cuda" if torch.cuda.is_available() else "mps" if has_apple_gpu() else "cpu"
+
+
+def load_on_best_device(source: str | Checkpoint, weights: WeightsConfig) -> Any:
+    """`load_model` with the types that a config says, on the GPU where there is one."""
+    return load_model(source, weights.dtype, best_device(), quantize=weights.quantize)
 
 
 def same_vocabulary(one: Tokenizer, other: Tokenizer) -> bool:

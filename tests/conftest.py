@@ -1,10 +1,11 @@
 """For all tests: real data where there is any, a tiny world, tiny checkpoints, and one short run of each stage."""
 
 import gc
+import gzip
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -250,3 +251,10 @@ def roughen(model: Any, seed: int = 0, size: float = 0.05) -> Any:
 def read_lines(path: str | Path) -> list[dict[str, Any]]:
     """Objects of a JSON-lines file."""
     return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
+
+
+def write_lines(path: Path, rows: Iterable[object]) -> Path:
+    """A file of JSON lines, compressed where it is named so; a row that is text is a line as it is."""
+    lines = "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+    path.write_bytes(gzip.compress(lines.encode()) if path.suffix == ".gz" else lines.encode())
+    return path

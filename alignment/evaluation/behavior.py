@@ -24,7 +24,7 @@ from alignment.files import write_figures
 from alignment.generation import SamplingConfig
 from alignment.judging.inputs import print_tally
 from alignment.judging.likelihood import LanguageScorer
-from alignment.loading import best_device, find_directory, load_model, load_tokenizer, torch_dtype
+from alignment.loading import best_device, find_directory, load_on_best_device, load_tokenizer, torch_dtype
 from alignment.models.families.family import num_labels
 from alignment.models.huggingface.checkpoint import load_pretrained
 from alignment.models.outputs import check_numbers
@@ -41,6 +41,7 @@ from alignment.settings import (
     Settings,
     compile_pattern,
     refusal,
+    slow_pattern,
 )
 from alignment.statistics.winrate import win_rate
 
@@ -136,7 +137,6 @@ def run(config: BehaviorConfig) -> Path:
     from alignment.reports.recipe_report import print_table  # matplotlib, which --help does not need
 
     cases = read_cases(config.tests, config.expectations)
-    output = Path(config.output)
     refuse_cases(config, cases)
     texts = list(dict.fromkeys(text for case in cases for text in case.examples))
     predictions = dict(zip(texts, predict_texts(config, texts), strict=True))
@@ -153,7 +153,7 @@ def run(config: BehaviorConfig) -> Path:
         "tests": tests,
         "examples": failures,
     }
-    write_figures(output / "results.json", results)
+    path = write_figures(Path(config.output) / "results.json", results)
     sections = [
         Section(
             "rates",
@@ -165,9 +165,11 @@ def run(config: BehaviorConfig) -> Path:
         Section("failures", "Worst failures", tables=[failures]),
     ]
     summary = f"{len(cases)} cases, {len(texts)} texts, {len(tests)} tests."
-    render_page(output / "behavior.html", kind="behavior", title=results["model"], summary=summary, sections=sections)
+    render_page(
+        path.with_name("behavior.html"), kind="behavior", title=results["model"], summary=summary, sections=sections
+    )
     print_table([*tests.values()])
-    return output / "results.json"
+    return path
 
 
 def refuse_cases(config: BehaviorConfig, cases: Sequence[BehaviorCase]) -> None:
@@ -282,7 +284,7 @@ def predict_texts(config: BehaviorConfig, texts: Sequence[Text]) -> list[Predict
     elif config.reward_model:
         logits = load_reward_model(source, weights.dtype, best_device(), quantize=weights.quantize).score(texts)
     else:
-        model = load_model(source, weights.dtype, best_device(), quantize=weights.quantize)
+        model = load_on_best_device(source, weights)
         scorer = LanguageScorer(model, load_tokenizer(source), config.as_messages)
         if config.sampling:
             return label_responses(config, scorer.responses([str(text) for text in texts], config.sampling))
@@ -321,12 +323,12 @@ def label_responses(config: BehaviorConfig, responses: Sequence[str]) -> list[Pr
     patterns = {label: compile_pattern(one) for label, one in config.patterns.items()}
 
     def label_of(text: str) -> str:
-        return next((label for label, one in patterns.items() if one.search(text, timeout=PATTERN_SECONDS)), "none")
+        for label, pattern in patterns.items():
+            try:
+                if pattern.search(text, timeout=PATTERN_SECONDS):
+                    return label
+            except TimeoutError as error:
+                raise UserError(f"patterns: {slow_pattern(pattern.pattern)}") from error
+        return "none"
 
-    try:
-        labels = list(map(label_of, responses))
-    except TimeoutError as error:
-        raise UserError(
-            f"patterns: one takes more than {PATTERN_SECONDS:g} seconds on a response; nest no repetitions, as in (a*)*"
-        ) from error
-    return [Prediction(label, {label: 1.0}, text) for label, text in zip(labels, responses, strict=True)]
+    return [Prediction(label, {label: 1.0}, text) for text in responses for label in [label_of(text)]]

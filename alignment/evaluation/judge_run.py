@@ -14,7 +14,7 @@ import numpy as np
 from annotated_types import Interval
 
 from alignment.data.rows.files import SUFFIXES
-from alignment.errors import UserError, raise_all
+from alignment.errors import UserError
 from alignment.files import write_figures
 from alignment.judging.config import JudgeConfig
 from alignment.judging.faults import judgment_figures
@@ -82,9 +82,9 @@ def run(config: JudgeEvalConfig) -> Path:
         orders = judgment_figures(judge_items(twice, judge_of_rows(twice)) if verdicts else judged)
         results |= {key: orders[key] for key in ("inconsistent", "position_bias")}
     results |= {"calls": judge.usage()} if isinstance(judge, LoggedJudge) else {}
-    write_figures(output / "results.json", results)
-    show_results(output / "judge.html", results)
-    return output / "results.json"
+    path = write_figures(output / "results.json", results)
+    show_results(path.with_name("judge.html"), results)
+    return path
 
 
 def judge_items(items: Sequence[LabeledItem], judge: Judge, max_failed_share: float = 1.0) -> JudgeResult:
@@ -109,10 +109,10 @@ def read_items(config: JudgeEvalConfig, verdicts: str) -> list[LabeledItem]:
         wanted = "a label of people" + (f" and a verdict of {verdicts}" if verdicts else "")
         raise UserError(f"{', '.join(files)}: no item has {wanted}; compare their ids and sides, and `annotators`")
     mute = [item.prompt.row_id for item in labeled_items if not (verdicts or item.first or item.second)]
-    raise_all(
-        f"{name}: no responses for judge={config.judge} to read; name their columns, first and second"
-        for name in mute[:1]
-    )
+    if mute:
+        raise UserError(
+            f"{mute[0]}: no responses for judge={config.judge} to read; name their columns, first and second"
+        )
     return labeled_items
 
 

@@ -15,7 +15,7 @@ from alignment.data.tokenize import tokenize_texts
 from alignment.errors import UserError
 from alignment.files import write_figures
 from alignment.judging.inputs import print_tally, read_records
-from alignment.loading import Checkpoint, best_device, load_model, load_tokenizer
+from alignment.loading import Checkpoint, load_on_best_device, load_tokenizer
 from alignment.models.model import Model, evaluation_mode, start_token_of
 from alignment.models.outputs import check_numbers
 from alignment.models.weights_config import WeightsConfig
@@ -82,8 +82,7 @@ def run(config: LanguageEvalConfig) -> Path:
     """Next-token loss in nats per token, perplexity and bits per byte, written to `results.json`."""
     rows = read_records(config.data, "text")
     loss = loss_on_rows(config.model, rows, config.data.max_length, config.weights)
-    write_figures(Path(config.output) / "results.json", asdict(loss))
-    return Path(config.output) / "results.json"
+    return write_figures(Path(config.output) / "results.json", asdict(loss))
 
 
 def loss_on_rows(source: str, rows: Sequence[Text], max_length: int, weights: WeightsConfig) -> LanguageLoss:
@@ -100,7 +99,7 @@ def loss_on_rows(source: str, rows: Sequence[Text], max_length: int, weights: We
     firsts = {example.row_id: example.ids[:1] for example in reversed(examples)}.values()
     unpredicted = sum(len(text.encode()) for text in tokenizer.batch_decode(list(firsts), skip_special_tokens=True))
     size = sum(len(row.text.encode()) for row in rows) - unpredicted
-    model = load_model(source, weights.dtype, best_device(), quantize=weights.quantize)
+    model = load_on_best_device(source, weights)
     return language_loss(model, collate(examples, TOKENS_PER_FORWARD), text_bytes=size)
 
 

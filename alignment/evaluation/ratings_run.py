@@ -7,22 +7,22 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from alignment.data.rows.files import json_line_rows
 from alignment.data.rows.records import Prompt
 from alignment.errors import UserError, raise_all
 from alignment.files import hash_of, write_figures
 from alignment.judging.config import JudgeConfig
-from alignment.judging.faults import judgment_figures, length_warnings, position_warnings
+from alignment.judging.faults import judgment_figures, judgment_warnings
 from alignment.judging.judges import build_judge, compare
 from alignment.judging.judgments import Judgment
 from alignment.judging.labeled_items import LabelColumns, read_votes
-from alignment.judging.people_judge import PeopleJudge
 from alignment.reports.charts import Bar, Chart, bar_chart
 from alignment.reports.html import Section, render_page
 from alignment.reports.recipe_report import print_table
 from alignment.settings import NonNegativeInt, PositiveFloat, Rule, Settings
+from alignment.statistics.agreement import Figures
 from alignment.statistics.ratings import MEAN, Ratings, bradley_terry_ratings, elo_ratings
 from alignment.statistics.regression import Ties
 from alignment.statistics.winrate import merge_orders
@@ -118,7 +118,7 @@ class Row(NamedTuple):
 @locked
 def run(config: RatingsConfig) -> Path:
     """Rate the models, print the table, and write `results.json` and `ratings.html`."""
-    judging: dict[str, Any] = {"warnings": []}
+    judging: Figures = {"warnings": []}
     if config.tournament is None:
         rows = read_battles(config)
     else:
@@ -150,7 +150,7 @@ def run(config: RatingsConfig) -> Path:
         "clusters": clusters and len(set(clusters)),
     }
     results = {"method": config.method, "ties": config.ties, **counts, **rating_figures(ratings), **judging}
-    write_figures(Path(config.output) / "results.json", results)
+    path = write_figures(Path(config.output) / "results.json", results)
     table: list[dict[str, object]] = [
         {
             "model": name,
@@ -160,13 +160,13 @@ def run(config: RatingsConfig) -> Path:
         }
         for name, figures in results["models"].items()
     ]
-    _write_page(Path(config.output) / "ratings.html", ratings, [table, results["differences"]])
+    _write_page(path.with_name("ratings.html"), results, table)
     print_table(table)
     print(f"{len(used)} battles used; {counts['unused']} not, which have no outcome, or a model of leave_out")
-    return Path(config.output) / "results.json"
+    return path
 
 
-def rating_figures(ratings: Ratings) -> dict[str, Any]:
+def rating_figures(ratings: Ratings) -> Figures:
     """Figures of each model, best first, effects of covariates and differences of all pairs, for `results.json`.
 
     A model's rank is 1 more than the number of models that are better at 5 %, all pairs of models being adjusted for.
@@ -190,11 +190,11 @@ def rating_figures(ratings: Ratings) -> dict[str, Any]:
     }
 
 
-def _write_page(path: Path, ratings: Ratings, tables: list[list[dict[str, object]]]) -> None:
+def _write_page(path: Path, results: Figures, table: list[dict[str, object]]) -> None:
     """A chart of the ratings as points above and below their mean, the table, and the differences of all pairs."""
     bars = [
-        Bar(name, rating - MEAN, (low - MEAN, high - MEAN), 0)
-        for (name, rating), (low, high) in zip(ratings.items(), ratings.intervals.values(), strict=True)
+        Bar(name, model["rating"] - MEAN, (model["low"] - MEAN, model["high"] - MEAN), 0)
+        for name, model in results["models"].items()
     ]
     edge = 1.05 * max(abs(bound) for bar in bars for bound in bar.interval or ())
     chart = Chart(
@@ -208,11 +208,11 @@ def _write_page(path: Path, ratings: Ratings, tables: list[list[dict[str, object
             "Ratings",
             "A rank is 1 more than the number of models that are better at 5 %, adjusted for all pairs after Holm.",
             charts=[chart],
-            tables=tables[:1],
+            tables=[table],
         ),
-        Section("differences", "Differences", "First minus second, in points.", tables=tables[1:]),
+        Section("differences", "Differences", "First minus second, in points.", tables=[results["differences"]]),
     ]
-    summary = f"{len(ratings)} models, {sum(ratings.battles.values()) // 2} battles."
+    summary = f"{len(bars)} models, {results['battles']} battles."
     render_page(path, kind="ratings", title=path.parent.name, summary=summary, sections=sections)
 
 
@@ -270,7 +270,7 @@ def _measure(measure: Callable[[str], float], row: Mapping[str, object], columns
     return (a - b) / (abs(a) + abs(b)) if a or b else 0.0
 
 
-def play_tournament(config: TournamentConfig, ratings: RatingsConfig) -> tuple[list[Row], dict[str, Any]]:
+def play_tournament(config: TournamentConfig, ratings: RatingsConfig) -> tuple[list[Row], Figures]:
     """All pairs of the models in a file of responses, judged in both orders; an item whose orders disagree counts half.
 
     Returns:
@@ -296,7 +296,7 @@ def play_tournament(config: TournamentConfig, ratings: RatingsConfig) -> tuple[l
     prompts = [Prompt(row["prompt"], {}, row["id"]) for row in rows]
     judge = build_judge(config, Path(ratings.output))
     battles = list[Row]()
-    figures = dict[str, Any]()
+    figures = Figures()
     warnings = list[str]()
     for one, other in itertools.combinations(models, 2):
         sides = [row["responses"][one] for row in rows], [row["responses"][other] for row in rows]
@@ -307,15 +307,9 @@ def play_tournament(config: TournamentConfig, ratings: RatingsConfig) -> tuple[l
         ]
         name = f"{one} against {other}"
         figures[name] = judgment_figures(judged)
-        warnings += position_warnings(name, judged)
-        warnings += [] if config.judge == "longer" else length_warnings(name, judged)
+        warnings += judgment_warnings(config, name, judged)
         if judged.failures:
             warnings.append(
                 f"{name}: the judge failed on {judged.failures} of {len(rows)} prompts, which are no battles"
             )
-    if isinstance(judge, PeopleJudge):
-        calls = judge.summary()
-    else:
-        calls = judge.usage()
-        warnings += judge.faults()
-    return battles, {"judging": calls, "warnings": warnings, "comparisons": figures}
+    return battles, {"judging": judge.usage(), "warnings": warnings + judge.faults(), "comparisons": figures}

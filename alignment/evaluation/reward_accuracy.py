@@ -164,11 +164,8 @@ def run(config: RewardEvalConfig) -> Path:
     card["robustness"] = _robustness(config, scores, texts, pairs, card["model"]["dtype"]) if texts else {}
     write_figures(output / "card.json", card)
     write_reward_page(output / "card.html", card)
-    write_figures(
-        output / "results.json",
-        {**_results(rows, groups), "left_out": counts.lines(), "card": "card.json", "page": "card.html"},
-    )
-    return output / "results.json"
+    results = {**_results(rows, groups), "left_out": counts.lines(), "card": "card.json", "page": "card.html"}
+    return write_figures(output / "results.json", results)
 
 
 def _load(config: RewardEvalConfig, dtype: str) -> RewardModel:

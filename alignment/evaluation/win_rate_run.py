@@ -17,9 +17,8 @@ from alignment.judging.config import BestOfConfig, WinRateConfig
 from alignment.judging.faults import (
     comparison_figures,
     judgment_figures,
-    length_warnings,
+    judgment_warnings,
     parent_warnings,
-    position_warnings,
     rate_over_seeds,
 )
 from alignment.judging.inputs import check_hotel_prompts, print_tally, read_records
@@ -29,15 +28,15 @@ from alignment.judging.people_judge import PeopleJudge, corrected_by_people, wri
 from alignment.judging.responses import Responses, ResponseScorer, note_form, sample_or_read
 from alignment.loading import (
     Checkpoint,
-    best_device,
     find_directory,
-    load_model,
+    load_on_best_device,
     load_tokenizer,
     preparation_for,
     same_vocabulary,
 )
 from alignment.models.outputs import check_numbers
 from alignment.rewards.selection import kl_bound
+from alignment.statistics.agreement import Figures
 from alignment.statistics.corrected import MIN_LABELS
 from alignment.statistics.winrate import holm, mean_interval
 from alignment.training.loop import ENDED
@@ -111,8 +110,7 @@ def run(config: WinRateConfig) -> Path:
         "models": models,
         "samples": _sample_rows(plan, prompts, responses),
     }
-    write_figures(Path(config.output) / "results.json", results)
-    return Path(config.output) / "results.json"
+    return write_figures(Path(config.output) / "results.json", results)
 
 
 def seed_rounds(plan: WinRateConfig, name: str) -> list[tuple[str, WinRateConfig]]:
@@ -160,12 +158,12 @@ def measure_responses(
     scorer: ResponseScorer | None,
     texts: Sequence[Text] | None,
     log_probs: Mapping[str, torch.Tensor],
-) -> dict[str, Any]:
+) -> Figures:
     """A contestant's lengths, gold parts, proxy score, KL from the reference and text loss, with intervals of means."""
     generation = responses[name]
     count = len(prompts)
     clusters = [str(prompt.prompt) for prompt in prompts]
-    result: dict[str, Any] = {"response_characters": sum(map(len, generation.texts)) / count}
+    result: Figures = {"response_characters": sum(map(len, generation.texts)) / count}
     if config.policy_of(name) is not None:
         result["response_tokens"] = sum(map(len, generation.token_ids)) / count
         result["ended_share"] = sum(generation.ended) / count
@@ -196,9 +194,9 @@ def measure_responses(
     return result
 
 
-def means_over_seeds(seeds: Sequence[Mapping[str, object]]) -> dict[str, Any]:
+def means_over_seeds(seeds: Sequence[Mapping[str, object]]) -> Figures:
     """Means over the seeds of the numbers that all have; intervals, which are over prompts alone, are left out."""
-    means: dict[str, Any] = {}
+    means: Figures = {}
     for key, value in seeds[0].items():
         values: list[Any] = [figures[key] for figures in seeds if key in figures]
         if isinstance(value, dict):
@@ -228,7 +226,7 @@ def log_ratios(config: WinRateConfig, generation: Generation, prompts: list[Prom
     documents = [[*head, *response] for head, response in zip(heads, responses, strict=True)]
     masks = [[False] * len(head) + [True] * len(response) for head, response in zip(heads, responses, strict=True)]
     policy_log_probs = torch.tensor([sum(values) for values in generation.log_probs], dtype=torch.float64)
-    ratios = policy_log_probs - masked_log_probs(_load(config, str(config.measured_from)), documents, masks)
+    ratios = policy_log_probs - masked_log_probs(load_on_best_device(source, config.weights), documents, masks)
     check_numbers(ratios, lambda i: prompts[i].row_id, f"the log-probability by {source.source}")
     return ratios.tolist()
 
@@ -241,12 +239,8 @@ def log_probs_of_pairs(config: WinRateConfig, rows: Sequence[Comparison]) -> dic
     tokenize = preparation_for(source, "comparisons").tokenize
     pairs, tally = tokenize(list(rows), tokenizer, config.comparisons.max_length)
     print_tally("comparisons", tally)
-    names = [name for name in config.models if _shares_vocabulary(config, name)]
-    return {name: pair_log_probs(_load(config, name), pairs) for name in names}
-
-
-def _load(config: WinRateConfig, name: str) -> Any:
-    return load_model(config.checkpoint(name), config.weights.dtype, best_device(), quantize=config.weights.quantize)
+    sources = {name: config.checkpoint(name) for name in config.models if _shares_vocabulary(config, name)}
+    return {name: pair_log_probs(load_on_best_device(one, config.weights), pairs) for name, one in sources.items()}
 
 
 # 3. The judgments
@@ -258,9 +252,9 @@ def judge_responses(
     responses: Responses,
     judge: LoggedJudge | PeopleJudge,
     scorers: Mapping[str, ResponseScorer],
-) -> tuple[dict[str, Any], list[str]]:
+) -> tuple[Figures, list[str]]:
     """Figures of every contestant against the baseline and of the judge's calls, and warnings of the judge's faults."""
-    figures: dict[str, dict[str, Any]] = {}
+    figures: dict[str, Figures] = {}
     warnings: list[str] = []
     for name in [name for name in config.contestants if name != config.baseline]:
         pairs, models = paired_responses(config, [name], prompts, responses)
@@ -274,8 +268,7 @@ def judge_responses(
                 f"{name}: fewer than {MIN_LABELS} labels in {config.labels} are on these responses, or of fewer prompts"
             )
             warnings += [] if corrected else [f"{few}: no corrected rate"]
-        warnings += position_warnings(name, compared)
-        warnings += [] if config.judge == "longer" else length_warnings(name, compared)
+        warnings += judgment_warnings(config, name, compared)
         if config.reward_models:
             members = {source: score_judge(scorers[source], config.tie_margin) for source in config.reward_models}
             rates = {
@@ -287,8 +280,6 @@ def judge_responses(
     tests = [model_figures["sign_test"] for model_figures in figures.values()]
     for test, adjusted in zip(tests, holm([test["p"] for test in tests]), strict=True):
         test["holm"] = adjusted
-    if isinstance(judge, PeopleJudge):
-        return {"models": figures, "calls": judge.summary()}, warnings
     return {"models": figures, "calls": judge.usage()}, warnings + judge.faults()
 
 
@@ -317,11 +308,11 @@ def write_form(config: WinRateConfig, path: Path, prompts: list[Prompt], respons
     )
 
 
-def _sample_rows(config: WinRateConfig, prompts: list[Prompt], responses: Responses) -> list[dict[str, Any]]:
+def _sample_rows(config: WinRateConfig, prompts: list[Prompt], responses: Responses) -> list[Figures]:
     """Some prompts with every model's response, of seeds the first, and the gold score where the judge is gold."""
     texts = {name: responses[config.names_of(name)[0]].texts for name in config.contestants}
 
-    def shown(i: int, text: str) -> dict[str, Any]:
+    def shown(i: int, text: str) -> Figures:
         return {"text": text, "score": gold_scores([prompts[i]], [text])[0].total if config.judge == "gold" else None}
 
     rows = []

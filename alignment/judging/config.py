@@ -218,14 +218,9 @@ class WinRateConfig(JudgeConfig):
             "are measured from a reference; name one among the models",
         ),
         Rule(
-            "best_of",
-            lambda c: [name for name in c.best_of if name in c.models],
-            "has names of models too, {found}; take others",
-        ),
-        Rule(
-            "response_files",
-            lambda c: len(set(c.contestants)) < len(c.contestants),
-            "and endpoints have names of other contestants too; take others",
+            "models",
+            lambda c: sorted({name for name in c.contestants if c.contestants.count(name) > 1}),
+            "best_of, response_files and endpoints share the names {found}; take others",
         ),
         Rule(
             "best_of",
@@ -251,7 +246,7 @@ class WinRateConfig(JudgeConfig):
 
     def names_of(self, name: str) -> list[str]:
         """Names of a contestant's checkpoints: `NAME, seed 1` and on where its model is a list, else its name alone."""
-        sources = self.models.get(self.best_of[name].policy if name in self.best_of else name)
+        sources = self.sources_of(name)
         return [f"{name}, seed {i + 1}" for i in range(len(sources))] if isinstance(sources, list) else [name]
 
     def by_checkpoint(self, seed: int = 0) -> "WinRateConfig":
@@ -279,5 +274,9 @@ class WinRateConfig(JudgeConfig):
 
     def policy_of(self, name: str) -> str | None:
         """Directory or Hub name of the model whose responses a contestant gives; None where none of ours does."""
-        source = self.models.get(self.best_of[name].policy if name in self.best_of else name)
+        source = self.sources_of(name)
         return None if source is None else str(source)
+
+    def sources_of(self, name: str) -> str | list[str] | None:
+        """The model, or the list of them, whose responses a contestant gives; None where none of ours does."""
+        return self.models.get(self.best_of[name].policy if name in self.best_of else name)

@@ -3,15 +3,15 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from alignment.data.rows.records import Prompt
 from alignment.errors import UserError
 from alignment.files import hash_of, read_json_object
-from alignment.judging.config import WinRateConfig
+from alignment.judging.config import JudgeConfig, WinRateConfig
 from alignment.judging.judges import JudgeResult, judged_prompts
+from alignment.statistics.agreement import Figures
 from alignment.statistics.length_control import length_controlled_win_rate
 from alignment.statistics.seeds import seeds_win_rate
 from alignment.statistics.winrate import TIE, cluster_numbers, detectable_difference, sign_test
@@ -26,12 +26,12 @@ KINSHIP = (  # of a language model, and of a reward model
 )
 
 
-def judgment_figures(result: JudgeResult) -> dict[str, Any]:
+def judgment_figures(result: JudgeResult) -> Figures:
     """Figures of one comparison for `results.json`."""
     return {name: value for name, value in asdict(result).items() if name not in ("verdicts", "contradictory")}
 
 
-def rate_over_seeds(result: JudgeResult, prompts: Sequence[Prompt]) -> dict[str, Any]:
+def rate_over_seeds(result: JudgeResult, prompts: Sequence[Prompt]) -> Figures:
     """The win rate; of several seeds, whose verdicts on `prompts` stand one after another, that over prompts and seeds.
 
     A prompt on which a seed has no verdict is left out of it: `n` counts all verdicts, `prompts` the prompts that are
@@ -49,7 +49,7 @@ def rate_over_seeds(result: JudgeResult, prompts: Sequence[Prompt]) -> dict[str,
 
 def comparison_figures(
     prompts: Sequence[Prompt], ours: Sequence[str], baseline: Sequence[str], result: JudgeResult
-) -> dict[str, Any]:
+) -> Figures:
     """Statistics beyond the rate: at equal length, by a sign test, and the difference that so many prompts can show."""
     rate = result.win_rate
     contradictory = int(result.inconsistent["count"])  # these say nothing
@@ -75,6 +75,11 @@ def comparison_figures(
         "sign_test": {"p": sign_test(int((leads > 0).sum()), int((leads < 0).sum()))},
         "detectable_difference": detectable_difference(share * known, ties=ties / known) if known > ties else None,
     }
+
+
+def judgment_warnings(config: JudgeConfig, name: str, result: JudgeResult) -> list[str]:
+    """Warnings of both kinds on one comparison; judge=longer, which goes by length alone, has none of length."""
+    return [*position_warnings(name, result), *(length_warnings(name, result) if config.judge != "longer" else ())]
 
 
 def position_warnings(name: str, result: JudgeResult) -> list[str]:

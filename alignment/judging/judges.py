@@ -18,7 +18,7 @@ from alignment.files import hash_of
 from alignment.judging.config import JudgeConfig
 from alignment.judging.judgments import RowLog, log_problem
 from alignment.judging.language_judges import Question, ask_endpoint, ask_model
-from alignment.judging.logged_judge import Call, JudgeAnswer, LoggedJudge
+from alignment.judging.logged_judge import Call, Done, JudgeAnswer, LoggedJudge
 from alignment.judging.people_judge import PeopleJudge, file_judge, majority_verdict
 from alignment.judging.responses import ResponseScorer
 from alignment.judging.templates import LABELS, RATINGS, is_rubric, load_template, question_text
@@ -104,19 +104,16 @@ def compare(
         orders = list(zip(verdicts[:n], verdicts[n:], strict=True))
         leads = [one + other - 1 for one, other in orders if one is not None and other is not None]
         contradictions = [None if one is None or other is None else one != 1 - other for one, other in orders]
-    count = contradictions.count(True)
-    twice = n - contradictions.count(None)
     shares = share_of([2 * contradiction - 1 for contradiction in contradictions if contradiction is not None])
-    inconsistent = {"count": count, **shares, "rate": count / twice if twice else 0.0}
-    coins = [
-        contradiction is True and v == TIE for contradiction, v in zip(contradictions, merged.verdicts, strict=True)
-    ]
+    count = contradictions.count(True)
+    inconsistent = {"count": count, **shares, "rate": count / max(shares["n"], 1)}
+    coins = [bool(contradiction) and v == TIE for contradiction, v in zip(contradictions, merged.verdicts, strict=True)]
     clusters = judged_prompts(prompts, merged.verdicts)
     return JudgeResult(
         win_rate(judged, inconsistent=sum(coins), clusters=clusters),
         inconsistent,
         share_of(leads),
-        **length_effect(ours, baseline, merged.verdicts, clusters, contradictory=coins),
+        **length_effect(ours, baseline, merged.verdicts, clusters, coins),
         failures=merged.failures,
         verdicts=merged.verdicts,
         contradictory=coins,
@@ -141,9 +138,8 @@ def length_effect(
     ours: Sequence[str],
     baseline: Sequence[str],
     verdicts: Sequence[Verdict],
-    clusters: Sequence[Hashable] | None = None,
-    *,
-    contradictory: Sequence[bool] = (),
+    clusters: Sequence[Hashable],
+    contradictory: Sequence[bool],
 ) -> dict[str, Figures | None]:
     """The share of items that the longer response wins, and the slope of the verdicts over the lengths' log2 ratio.
 
@@ -153,22 +149,21 @@ def length_effect(
 
     Args:
         clusters: names of the judged items' clusters, see `clustered_error`.
-        contradictory: True of items whose two orders contradict each other, tosses as in `win_rate`; (): none.
+        contradictory: True of items whose two orders contradict each other, tosses as in `win_rate`.
 
     Returns:
         `longer_preferred` (rate, low, high, n) over the items with two lengths, and `length_slope` (slope, low, high);
         None where it cannot be known.
     """
-    columns = zip(ours, baseline, verdicts, list(contradictory) or [False] * len(verdicts), strict=True)
+    columns = zip(ours, baseline, verdicts, contradictory, strict=True)
     judged = [(len(a), len(b), verdict, toss) for a, b, verdict, toss in columns if verdict is not None]
-    names = list(range(len(judged)) if clusters is None else clusters)
     coins = np.array([toss for *_, toss in judged], bool)
     unequal = [i for i, (a, b, *_) in enumerate(judged) if a != b]
     leads = [(2 * verdict - 1) * (1 if a > b else -1) for a, b, verdict, _ in judged if a != b]
     longer = slope = None
     if leads:
         shares = [(1 + lead) / 2 for lead in leads]
-        preferred = win_rate(shares, inconsistent=int(coins[unequal].sum()), clusters=[names[i] for i in unequal])
+        preferred = win_rate(shares, inconsistent=int(coins[unequal].sum()), clusters=[clusters[i] for i in unequal])
         longer = {**share_of(leads), "low": preferred.low, "high": preferred.high}
     rows = np.array([(math.log2((a + 1) / (b + 1)), verdict) for a, b, verdict, _ in judged])
     x, y = (rows - rows.mean(0)).T
@@ -176,7 +171,7 @@ def length_effect(
         rate = float(x @ y / (x @ x))
         scale = len(rows) / (x @ x)
         tosses = float(((scale * x[coins]) ** 2).sum())
-        error = Z_95 * clustered_error(scale * x * (y - rate * x), names, tosses=tosses)[0]
+        error = Z_95 * clustered_error(scale * x * (y - rate * x), clusters, tosses=tosses)[0]
         if error > 1e-9:  # else it is not known, or nothing varies about the line
             slope = {"slope": rate, "low": rate - error, "high": rate + error}
     return {"longer_preferred": longer, "length_slope": slope}
@@ -239,7 +234,7 @@ def build_judge(
     scorers: Mapping[str, ScoreFunction] | None = None,
     hashes: Mapping[str, str | None] | None = None,
 ) -> LoggedJudge | PeopleJudge:
-    """The judge that a config names; `usage()` of a `LoggedJudge`, or `summary()` of people, is for the results.
+    """The judge that a config names; its `usage()` is for the results, its `faults()` are warnings.
 
     Args:
         directory: where its calls are kept, in `judgments.jsonl` (and `ratings.jsonl` for a rubric), and read again by
@@ -269,7 +264,7 @@ def build_judge(
 def _record(name: str, hashes: Mapping[str, str | None], judge: Judge, log: RowLog) -> LoggedJudge:
     """A judge that costs nothing, and judges anew at every start."""
 
-    def ask(calls: Sequence[Call], done: Callable[[Call, JudgeAnswer], bool]) -> None:
+    def ask(calls: Sequence[Call], done: Done) -> None:
         sides = [call.responses[0] for call in calls], [call.responses[1] for call in calls]
         for call, verdict in zip(calls, judge([call.prompt for call in calls], *sides), strict=True):
             done(call, JudgeAnswer(verdict))

@@ -155,15 +155,15 @@ class RowLog:
 
     A kill costs the rows that are not yet given; a line that it tears is taken out by the next start. Threads may
     append at the same time. Without a path the rows are in memory alone. `problem_of` gives the reason why a row is
-    refused.
+    refused; `read` are those of the file, with their locations.
     """
 
     def __init__(self, path: Path | None = None, problem_of: Callable[[RawRow], str] = lambda row: row.problem):
         self.path = path
         self._lock = threading.Lock()
-        rows = whole_rows(path, mend=True) if path is not None and path.is_file() else []
-        raise_all(filter(None, map(problem_of, rows)))
-        self.rows: list[Mapping[str, object]] = [row.values for row in rows if row.values is not None]
+        self.read = whole_rows(path, mend=True) if path is not None and path.is_file() else []
+        raise_all(filter(None, map(problem_of, self.read)))
+        self.rows: list[Mapping[str, object]] = [row.values for row in self.read if row.values is not None]
 
     def append(self, row: Mapping[str, object]) -> None:
         """Write a row as one line, and hand it to the system before returning."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from alignment.config.load import build
 from alignment.config.yaml_source import SourcedYaml
-from alignment.data.rows.files import RawRow, json_line_rows, read_raw
+from alignment.data.rows.files import RawRow, read_raw
 from alignment.data.rows.read import ROW_FORMATS, filled_columns, read_rows
 from alignment.data.rows.records import replies_of
 from alignment.errors import UserError, raise_all
@@ -67,13 +67,10 @@ class Label(Settings):
 
     RULES = (
         Rule("responses", lambda c: not 0 < len(c.responses) <= MOST_RESPONSES, f"must be 1 to {MOST_RESPONSES}"),
-        *(
-            Rule(
-                key,
-                lambda c, key=key: len(getattr(c, key)) not in (0, len(c.responses)),
-                "must be as many as responses",
-            )
-            for key in EACH
+        Rule(
+            "responses",
+            lambda c: ", ".join(key for key in EACH if len(getattr(c, key)) not in (0, len(c.responses))),
+            "must be as many as {found}",
         ),
         Rule("ranks", lambda c: set(c.ranks) != set(range(len(set(c.ranks)))), "must be 0, 1, ... without a gap"),
         Rule("ratings", lambda c: not set(c.ratings) <= set(range(1, LIKERT + 1)), f"must be 1 to {LIKERT}"),
@@ -154,10 +151,10 @@ def read_questions(source: str) -> list[Label]:
     The same pair in both orders is one question.
     """
     rows = list(read_raw(source))
-    columns = set(next((row.values for row in rows if row.values), {}))
-    if not columns & {"first", "responses"}:
-        ours = filled_columns(next((row.values for row in rows if row.values), {}))
-        ranked = any(ours.issuperset(form.columns) for form in ROW_FORMATS["rankings"])
+    first_row = next((row.values for row in rows if row.values), {})
+    if first_row.keys().isdisjoint(("first", "responses")):
+        columns = filled_columns(first_row)
+        ranked = any(columns.issuperset(form.columns) for form in ROW_FORMATS["rankings"])
         records, tally = read_rows(source, "rankings" if ranked else "demonstrations")
         print_tally(source, tally)
         rows = [
@@ -203,8 +200,7 @@ class LabelSession:
             ratings: each response is rated; a response alone always is.
             flags: that a response may be marked with.
         """
-        rows = [RawRow(f"{path}:{line}", dict(row)) for line, row in enumerate(RowLog(path).rows, 1)]
-        labels = labels_in(rows, judged=True)
+        labels = labels_in(RowLog(path).read, judged=True)
         keys = {item.key for item in items}
         if others := sum(label.key not in keys for label in labels):
             print(f"{path}: {others} labels are of other questions, and are left alone", file=sys.stderr)
@@ -260,10 +256,9 @@ class LabelSession:
         with self._lock:
             log = RowLog(self.path)  # made anew, it mends what a full disk left of the last line
             if label.slot in self.labels:
-                logged = zip(log.rows, labels_in(json_line_rows(self.path), judged=True), strict=True)
-                write_json_lines(
-                    self.path, [*(row for row, earlier in logged if earlier.slot != label.slot), label.row()]
-                )
+                logged = zip(log.rows, labels_in(log.read, judged=True), strict=True)
+                kept = [row for row, earlier in logged if earlier.slot != label.slot]
+                write_json_lines(self.path, [*kept, label.row()])
             else:
                 log.append(label.row())
                 sync(self.path)

@@ -13,9 +13,9 @@ from alignment.data.rows.records import Messages
 from alignment.data.text.chat import prompt_ids, response_ids
 from alignment.judging.config import EndpointConfig
 from alignment.judging.likelihood import TOKENS_PER_FORWARD, LanguageScorer
-from alignment.judging.logged_judge import Ask, Call, JudgeAnswer
+from alignment.judging.logged_judge import Ask, Call, Done, JudgeAnswer
 from alignment.judging.templates import read_answer
-from alignment.loading import best_device, load_model, load_tokenizer
+from alignment.loading import load_on_best_device, load_tokenizer
 from alignment.models.model import check_lengths
 from alignment.models.weights_config import WeightsConfig
 from alignment.ragged import group_by_length
@@ -92,7 +92,7 @@ def ask_service(
         tokens = {ours: count for ours, count in counts.items() if isinstance(count, int)}
         return answer._replace(more={"seconds": round(time.monotonic() - started, 3), **tokens, **answer.more})
 
-    def ask(calls: Sequence[Call], done: Callable[[Call, JudgeAnswer], bool]) -> None:
+    def ask(calls: Sequence[Call], done: Done) -> None:
         stopped = threading.Event()
 
         def make(call: Call) -> None:
@@ -170,10 +170,9 @@ def ask_model(source: str, question: Question, weights: WeightsConfig) -> Ask:
 
     @cache
     def load() -> LanguageScorer:
-        model = load_model(source, weights.dtype, best_device(), quantize=weights.quantize)
-        return LanguageScorer(model, load_tokenizer(source))
+        return LanguageScorer(load_on_best_device(source, weights), load_tokenizer(source))
 
-    def ask(calls: Sequence[Call], done: Callable[[Call, JudgeAnswer], bool]) -> None:
+    def ask(calls: Sequence[Call], done: Done) -> None:
         scorer = load()
         names = list(question.labels)
         tokenizer = scorer.tokenizer

@@ -18,6 +18,7 @@ from alignment.errors import UserError
 from alignment.files import hash_of
 from alignment.judging.config import EndpointConfig
 from alignment.judging.judgments import RowLog, judgment_key
+from alignment.statistics.agreement import Figures
 from alignment.statistics.winrate import TIE, Verdict
 
 COLUMNS = (("response", ()), ("rating", ("response",)), ("verdict", ("first", "second")))  # of the answer, of the texts
@@ -51,8 +52,8 @@ class JudgeAnswer(NamedTuple):
     failure: str = ""
 
 
-# Makes calls, and hands each answer on at once; it makes no more of them once False comes back.
-Ask = Callable[[Sequence[Call], Callable[[Call, JudgeAnswer], bool]], None]
+Done = Callable[[Call, JudgeAnswer], bool]  # takes an answer; False: no further call is to be made
+Ask = Callable[[Sequence[Call], Done], None]  # makes calls, and hands each answer on at once
 
 
 @dataclass
@@ -181,7 +182,7 @@ class LoggedJudge:
         text += f", {minutes:.1f} minutes at {seconds:.1f} s each, {self.service.requests} at the same time"
         return text if cost is None else f"{text}, a cost of at most about {cost:.2f}"
 
-    def usage(self) -> dict[str, Any]:
+    def usage(self) -> Figures:
         """Figures for results on the calls behind the verdicts: their number, failures, tokens, time and cost.
 
         `made_now` counts the calls that this start has made.

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from alignment.data.rows.records import Prompt
 from alignment.errors import UserError, raise_all
@@ -75,17 +74,21 @@ class PeopleJudge:
             contradictions.append(any(both) if both else None)
         return leads, contradictions
 
-    def summary(self) -> dict[str, Any]:
+    def usage(self) -> Figures:
         """Verdicts of each person, and how far they agree on the pairs that several have judged: for results."""
         pairs = sorted({(name, min(a, b), max(a, b)) for name, a, b in self.votes})
         shared = [given for pair in pairs if len(given := list(self.of_people(pair).values())) > 1]
         couples = [couple for given in shared for couple in combinations(given, 2)]
         counts = Counter(person or "unnamed" for votes in self.votes.values() for person in votes)
-        figures: dict[str, Any] = {"verdicts": dict(counts)}
+        figures: Figures = {"verdicts": dict(counts)}
         if couples:
             figures |= {"agreement": agreement(*zip(*couples, strict=True)), "judged_by_several": len(shared)}
             figures["alpha"] = krippendorff_alpha(shared, level="ordinal")
         return figures
+
+    def faults(self) -> list[str]:
+        """None: people answer what they are asked."""
+        return []
 
 
 def shown_pairs(prompts: Sequence[Prompt], first: Sequence[str], second: Sequence[str]) -> list[Pair]:
@@ -160,11 +163,8 @@ def corrected_by_people(
         verdicts: of the judge, both orders merged.
     """
     people = file_judge(labels)
-    item_votes = [
-        list(people.of_people((prompt.row_id, a, b)).values())
-        for prompt, a, b in zip(prompts, ours, theirs, strict=True)
-    ]
-    means = [fmean(votes) if votes else None for votes in item_votes]
+    item_votes = map(people.of_people, shown_pairs(prompts, ours, theirs))
+    means = [fmean(votes.values()) if votes else None for votes in item_votes]
     names = [str(prompt.prompt) for prompt in prompts]
     if len({name for name, *pair in zip(names, means, verdicts, strict=True) if None not in pair}) < MIN_LABELS:
         return None

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from alignment.data.config import DataConfig
 from alignment.data.rows.files import json_line_rows
@@ -28,7 +29,7 @@ from alignment.judging.inputs import print_tally, read_records
 from alignment.judging.judgments import RowLog, log_problem
 from alignment.judging.language_judges import ask_service, chat_text
 from alignment.judging.logged_judge import Call, JudgeAnswer, LoggedJudge
-from alignment.loading import Checkpoint, best_device, load_model, load_tokenizer, preparation_for
+from alignment.loading import Checkpoint, best_device, load_on_best_device, load_tokenizer, preparation_for
 from alignment.models.model import check_lengths, start_token_of
 from alignment.models.outputs import check_numbers
 from alignment.models.weights_config import WeightsConfig
@@ -44,6 +45,7 @@ COLUMNS = {"responses": "texts", "token_ids": "token_ids", "log_probs": "log_pro
 KINDS = ("models", "best_of", "response_files", "endpoints")  # of contestants
 
 Responses = dict[str, Generation]  # contestant -> a response to each prompt
+Source = Mapping[str, Any]  # setting, or kind of contestants -> what responses come from, as JSON values by content
 
 # From every kind of contestant
 
@@ -191,7 +193,7 @@ def sample_responses(
         way_out: for prompts that do not fit.
     """
     checkpoint = Checkpoint(source)
-    model = load_model(checkpoint, weights.dtype, best_device(), quantize=weights.quantize)
+    model = load_on_best_device(checkpoint, weights)
     tokenizer = load_tokenizer(checkpoint, chat_template)
     examples, tally = preparation_for(checkpoint, "prompts").tokenize(list(prompts), tokenizer, max_length)
     if counts_of:
@@ -303,9 +305,7 @@ class ResponseScorer:
 # On disk
 
 
-def write_responses(
-    output: Path, prompts: Sequence[Prompt], responses: Responses, source: Mapping[str, object]
-) -> None:
+def write_responses(output: Path, prompts: Sequence[Prompt], responses: Responses, source: Source) -> None:
     """Write the responses and the prompts, models and settings that they come from, as JSON values by content."""
     rows = []
     for i, prompt in enumerate(prompts):
@@ -318,8 +318,7 @@ def write_responses(
     write_text(output / RESPONSES, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     present = {}
     for kind in KINDS:
-        if isinstance(values := source[kind], dict):
-            present[kind] = {name: value for name, value in values.items() if name in responses}
+        present[kind] = {name: value for name, value in source[kind].items() if name in responses}
     write_json(output / SAMPLING, {**source, **present, RESPONSES: sha256(output / RESPONSES)})
 
 
@@ -328,7 +327,7 @@ def note_form(output: Path, form: Path) -> None:
     write_json(output / SAMPLING, {**read_json_object(output / SAMPLING), "form": str(form)})
 
 
-def read_responses(output: Path, source: Mapping[str, object], *, by_people: bool) -> tuple[list[str], Responses]:
+def read_responses(output: Path, source: Source, *, by_people: bool) -> tuple[list[str], Responses]:
     """Row ids and responses that an earlier start sampled from `source`, of the contestants that are the same.
 
     Both are empty where nothing can be read again. Where verdicts of people are read, seed and type of the weights may
@@ -365,7 +364,6 @@ def read_responses(output: Path, source: Mapping[str, object], *, by_people: boo
     return [row["id"] for row in rows], responses
 
 
-def _contestants(source: Mapping[str, object]) -> dict[str, list[object]]:
+def _contestants(source: Source) -> dict[str, list[object]]:
     """Contestant -> its kind, and what its responses come from."""
-    kinds = [(kind, contestants) for kind in KINDS if isinstance(contestants := source.get(kind), dict)]
-    return {name: [kind, value] for kind, contestants in kinds for name, value in contestants.items()}
+    return {name: [kind, value] for kind in KINDS for name, value in source.get(kind, {}).items()}

@@ -23,13 +23,13 @@ from alignment.generation import SamplingConfig
 from alignment.loading import load_model
 from alignment.reward_model import load_reward_model
 from alignment.training import OptimConfig, TrainingConfig
+from tests.conftest import DATA, write_lines
 
 TEMPLATES = packaged_folder("configs") / "evaluate" / "behavior"
 
 
 def write_rows(path: Path, *rows: dict[str, Any]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+    return str(write_lines(path, rows))
 
 
 # The rules, worked out by hand. A classifier gives probabilities of negative, neutral and positive.
@@ -118,23 +118,16 @@ def test_a_model_of_two_labels_is_neutral_where_it_is_undecided():
 
 # Planted models: rates by hand over the same nine cases
 
-CASES = [
-    *(BehaviorCase(test="words", type="MFT", capability="words", label=2, examples=[w]) for w in ("good", "fine")),
-    *(
-        BehaviorCase(test="bad words", type="MFT", capability="words", label=0, examples=[w])
-        for w in ("bad", "poor", "sad")
+RULES = {  # test -> its rule, and the texts of its cases
+    "words": ({"type": "MFT", "capability": "words", "label": 2}, [["good"], ["fine"]]),
+    "bad words": ({"type": "MFT", "capability": "words", "label": 0}, [["bad"], ["poor"], ["sad"]]),
+    "names": ({"type": "INV", "capability": "names"}, [["Ann is good", "Bob is good"], ["Ann is bad", "Bob is bad"]]),
+    "and": (
+        {"type": "DIR", "capability": "more", "change": "does not rise", "of": {"2": 1}},
+        [["good", "good and bad"], ["fine", "fine and bad"]],
     ),
-    *(
-        BehaviorCase(test="names", type="INV", capability="names", examples=[f"Ann is {w}", f"Bob is {w}"])
-        for w in ("good", "bad")
-    ),
-    *(
-        BehaviorCase(
-            test="and", type="DIR", capability="more", change="does not rise", of={"2": 1}, examples=[w, f"{w} and bad"]
-        )
-        for w in ("good", "fine")
-    ),
-]
+}
+CASES = [BehaviorCase(test=test, examples=own, **rule) for test, (rule, texts) in RULES.items() for own in texts]
 
 
 def right(text: str) -> float:
@@ -177,15 +170,12 @@ def test_planted_classifiers_have_the_failure_rates_worked_out_by_hand(name, mon
 
 def test_cases_that_say_nothing_are_in_no_rate_and_wilson_gives_the_interval():
     results = [True] * 3 + [False] * 7 + [None] * 2
-    judged = [
-        (BehaviorCase(test="t", type="MFT", label=1, examples=[str(i)]), behavior.CaseResult(r))
-        for i, r in enumerate(results)
-    ]
+    cases = [BehaviorCase(test="t", type="MFT", label=1, examples=[str(i)]) for i in range(12)]
+    judged = list(zip(cases, map(behavior.CaseResult, results), strict=True))
     own = failure_rates(judged, "test")["t"]
     assert (own["cases"], own["say_nothing"], own["failed"]) == (12, 2, 3)
-    assert [own["failure"][key] for key in ("rate", "low", "high")] == pytest.approx(
-        [0.3, 0.1078, 0.6032], abs=1e-4
-    )  # Wilson
+    wilson = [0.3, 0.1078, 0.6032]
+    assert [own["failure"][key] for key in ("rate", "low", "high")] == pytest.approx(wilson, abs=1e-4)
     nothing = failure_rates([(judged[0][0], behavior.CaseResult(None))], "test")["t"]
     assert nothing["failure"] is None
 
@@ -299,25 +289,7 @@ def test_settings_that_contradict_each_other_are_refused(keys, why):
 # Models
 
 
-WORDS = [
-    "the",
-    "a",
-    "dog",
-    "cat",
-    "saw",
-    "by",
-    "was",
-    "slept",
-    "and",
-    "not",
-    "good",
-    "bad",
-    "man",
-    ".",
-    ",",
-    "?",
-    "[UNK]",
-]
+WORDS = "the a dog cat saw by was slept and not good bad man . , ? [UNK]"
 
 
 @pytest.fixture(scope="module")
@@ -326,7 +298,7 @@ def bert(tmp_path_factory):
     import transformers
 
     folder = tmp_path_factory.mktemp("bert")
-    tokenizer = train_wordpiece([" ".join(WORDS)] * 4, 80)
+    tokenizer = train_wordpiece([WORDS] * 4, 80)
     save_tokenizer(tokenizer, folder)
     torch.manual_seed(0)
     config = transformers.BertConfig(
@@ -362,9 +334,8 @@ def test_a_classifier_of_transformers_reads_pairs_as_it_does_itself(bert, tmp_pa
 
 def test_logits_that_are_not_finite_are_no_class(bert, tmp_path):
     _, model, tokenizer = bert
-    model.save_pretrained(
-        tmp_path, state_dict={**model.state_dict(), "classifier.bias": torch.tensor([0, 0, torch.inf])}
-    )
+    bias = {"classifier.bias": torch.tensor([0, 0, torch.inf])}
+    model.save_pretrained(tmp_path, state_dict=model.state_dict() | bias)
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"'a good dog': .*not finite"):
         behavior.classify(str(tmp_path), ["a good dog"])
@@ -373,18 +344,16 @@ def test_logits_that_are_not_finite_are_no_class(bert, tmp_path):
 def test_labels_that_a_model_cannot_give_are_named_before_its_weights_are_read(bert, foreign, tmp_path, monkeypatch):
     monkeypatch.setattr(behavior, "predict_texts", lambda *_: pytest.fail("a model was loaded"))
     write_rows(tmp_path / "rows.jsonl", {"test": "mine", "type": "MFT", "label": "positive", "examples": ["good"]})
-    with pytest.raises(
-        UserError, match="mine: expects positive, and the model gives contradiction, entailment, neutral; map"
+    classes = "contradiction, entailment, neutral"
+    for keys, words in (
+        ({"classifier": bert[0]}, f"mine: expects positive, and the model gives {classes}; map"),
+        ({"reward_model": foreign}, "mine: expects positive, and the model gives scores alone"),
+        ({"classifier": bert[0], "labels": {"neutrl": 1}}, r"labels: neutrl is none of .*did you mean 'neutral'"),
+        ({"classifier": bert[0], "neutral_label": "x"}, "neutral_label: is between two labels, and there are 3"),
+        ({"classifier": foreign}, "a model of one score; give it as reward_model"),
     ):
-        run(behavior_config(tmp_path, classifier=bert[0]))
-    with pytest.raises(UserError, match="mine: expects positive, and the model gives scores alone"):
-        run(behavior_config(tmp_path, reward_model=foreign))
-    with pytest.raises(UserError, match=r"labels: neutrl is none of .*did you mean 'neutral'"):
-        run(behavior_config(tmp_path, classifier=bert[0], labels={"neutrl": 1}))
-    with pytest.raises(UserError, match="neutral_label: is between two labels, and there are 3"):
-        run(behavior_config(tmp_path, classifier=bert[0], neutral_label="neither"))
-    with pytest.raises(UserError, match="a model of one score; give it as reward_model"):
-        run(behavior_config(tmp_path, classifier=foreign))
+        with pytest.raises(UserError, match=words):
+            run(behavior_config(tmp_path, **keys))
 
 
 def test_classes_without_names_are_as_many_as_the_model_has(bert, tmp_path):
@@ -415,9 +384,8 @@ def test_a_reward_model_gives_its_own_scores(foreign, tmp_path):
     texts = ["The pool is warm.", ("Hotel Oak.\nConcierge:", " The pool opens in May.")]
     found = behavior.predict_texts(behavior_config(tmp_path, reward_model=foreign), texts)
     assert [one.label for one in found] == [None, None]
-    assert [one.values["score"] for one in found] == pytest.approx(
-        load_reward_model(foreign).score(texts).tolist(), abs=1e-6
-    )
+    scores = load_reward_model(foreign).score(texts).tolist()
+    assert [one.values["score"] for one in found] == pytest.approx(scores, abs=1e-6)
 
 
 @torch.no_grad()
@@ -468,7 +436,7 @@ def test_refusals_are_told_from_answers_by_the_named_phrases():
 
 def test_a_pattern_that_takes_too_long_is_named(monkeypatch):
     monkeypatch.setattr(behavior, "PATTERN_SECONDS", 0.01)
-    with pytest.raises(UserError, match=r"patterns: one takes more than 0.01 seconds"):
+    with pytest.raises(UserError, match=r"patterns: pattern .* takes more than 1 seconds"):
         response_labels(["a" * 60 + "b"], patterns={"x": "(a|aa)+$"})
 
 
@@ -496,8 +464,6 @@ def test_sampled_responses_are_labeled_and_shown_in_the_examples(checkpoints, tm
 @pytest.fixture(scope="module")
 def sentiment(tmp_path_factory):
     """A small encoder, trained from nothing on SST-2 for a minute, and its accuracy on held-out rows."""
-    from tests.conftest import DATA
-
     folder = tmp_path_factory.mktemp("sentiment")
     train, dev = (str(DATA / "sst2" / f"{part}.jsonl.gz") for part in ("train", "dev"))
     with gzip.open(train, "rt", encoding="utf-8") as file:
@@ -554,14 +520,8 @@ def test_a_sentiment_model_runs_the_whole_released_suite_by_its_published_rules(
         return found
 
     monkeypatch.setattr(behavior, "predict_texts", keep)
-    config = BehaviorConfig(
-        str(tmp_path),
-        [suite],
-        str(TEMPLATES / "checklist_sentiment.yaml"),
-        model,
-        labels={"0": 0, "1": 2},
-        neutral_label=1,
-    )
+    rules = str(TEMPLATES / "checklist_sentiment.yaml")
+    config = BehaviorConfig(str(tmp_path), [suite], rules, model, labels={"0": 0, "1": 2}, neutral_label=1)
     results = json.loads(run(config).read_text())
     with gzip.open(suite, "rt", encoding="utf-8") as file:
         rows = [json.loads(line) for line in file]
@@ -575,9 +535,8 @@ def test_a_sentiment_model_runs_the_whole_released_suite_by_its_published_rules(
         assert (own["failed"], own["say_nothing"]) == (expected.count(True), expected.count(None)), test
     rates = {test: own["failure"]["rate"] for test, own in results["tests"].items()}
     assert rates["single positive words"] < 0.5 and rates["single negative words"] < 0.5
-    assert (
-        rates["Q & A: no (neutral)"] > 0.5 and rates["simple negations: not negative"] > 0.5
-    )  # as of the models in the paper
+    # as of the models in the paper
+    assert rates["Q & A: no (neutral)"] > 0.5 and rates["simple negations: not negative"] > 0.5
 
 
 @pytest.mark.slow

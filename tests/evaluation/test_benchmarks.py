@@ -34,14 +34,12 @@ from alignment.judging.likelihood import LanguageScorer, Likelihood
 from alignment.loading import load_model, load_tokenizer
 from alignment.reports.recipe_report import benchmark_section
 from alignment.statistics.winrate import accuracy_gain, win_rate
+from tests.conftest import write_lines
 
-CHOICES = {
-    "kind": "multiple_choice",
-    "source": "rows.jsonl",
-    "prompt": "{{ question }}",
-    "choices": "choices",
-    "answer": "right",
-}
+FROM = {"source": "rows.jsonl", "prompt": "{{ question }}"}
+CHOICES = FROM | {"kind": "multiple_choice", "choices": "choices", "answer": "right"}
+ANSWERS = FROM | {"kind": "answers", "answer": "a"}
+ROLLING = FROM | {"kind": "rolling", "prompt": "{{ text }}"}
 
 
 @pytest.fixture
@@ -49,7 +47,7 @@ def make_task(tmp_path):
     """Writes rows and a task file, and reads the task."""
 
     def make(rows, settings, **options):
-        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_lines(tmp_path / "rows.jsonl", rows)
         (tmp_path / "task.yaml").write_text(json.dumps(settings))
         return read_task(str(tmp_path / "task.yaml"), tmp_path, **options)
 
@@ -103,12 +101,9 @@ def test_a_choice_s_log_probability_is_that_of_a_direct_forward(scorer, peer):
     requests += [("The wifi opens with", " olive"), ("", "Welcome David"), ("Guest: hello", "\n")]
     found = scorer.likelihoods(requests)
     for (context, tail), one in zip(requests, found, strict=True):
-        first = [tokenizer.bos_token_id] if tokenizer.bos_token_id is not None else [tokenizer.eos_token_id]
-        ids = (
-            tokenizer(context + tail).input_ids
-            if context
-            else [*first, *tokenizer(tail, add_special_tokens=False).input_ids]
-        )
+        first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+        ids = tokenizer(context + tail, add_special_tokens=bool(context)).input_ids
+        ids = ids if context else [first, *ids]
         start = len(tokenizer(context).input_ids) if context else 1
         expected = direct(peer, ids, start)
         assert one.log_prob == pytest.approx(expected[0], abs=1e-4)
@@ -260,10 +255,8 @@ def test_a_row_without_a_stereotyped_answer_counts_in_the_accuracy_alone(make_ta
 
 def test_f1_and_matthews_of_classes(make_task):
     """Labels 1 1 1 0 0, predicted 1 1 0 1 0: F1 of class 1 is 4/6, r = (2 * 1 - 1 * 1) / sqrt(3 * 2 * 3 * 2) = 1/6."""
-    rows = [
-        {"question": "q", "choices": [f"n{p}", f"y{p}"], "right": label}
-        for label, p in [(1, 1), (1, 1), (1, 0), (0, 1), (0, 0)]
-    ]
+    cells = [(1, 1), (1, 1), (1, 0), (0, 1), (0, 0)]
+    rows = [{"question": "q", "choices": [f"n{p}", f"y{p}"], "right": label} for label, p in cells]
     task = make_task(rows, {**CHOICES, "metrics": ["f1", "matthews"]})
     columns = measure(task, Planted({"n1": -2.0, "y1": -1.0, "n0": -1.0, "y0": -2.0}))
     found = figures_of(task.settings, np.arange(5), columns)
@@ -292,25 +285,19 @@ def test_f1_of_three_choices_is_that_of_class_1(make_task):
 
 def test_last_word_pairs_and_rolling_worked_by_hand(make_task):
     rows = [{"text": "a b c"}, {"text": "a b dé"}]
-    word = {
-        "kind": "last_word",
-        "source": "rows.jsonl",
-        "prompt": "{{ text.rsplit(' ', 1)[0] }}",
-        "answer": "text.rsplit(' ', 1)[1]",
-    }
+    word = FROM | {"kind": "last_word", "prompt": "{{ text.rsplit(' ', 1)[0] }}", "answer": "text.rsplit(' ', 1)[1]"}
     task = make_task(rows, word)
     columns = measure(task, Planted({"c": -0.5, "dé": -2.5}))
     found = task_figures(task.settings, columns)
     assert found == pytest.approx({"accuracy": 0.5, "perplexity": math.exp(1.5)})
-    task = make_task(rows, {"kind": "rolling", "source": "rows.jsonl", "prompt": "{{ text }}"})
+    task = make_task(rows, ROLLING)
     found = task_figures(task.settings, measure(task, Planted({"a b c": -4.0, "a b dé": -8.0})))
     assert found["word_perplexity"] == pytest.approx(math.exp(12 / 6))  # 5 + 7 bytes
-    assert found["byte_perplexity"] == pytest.approx(math.exp(1)) and found["bits_per_byte"] == pytest.approx(
-        1 / math.log(2)
-    )
+    assert found["byte_perplexity"] == pytest.approx(math.e)
+    assert found["bits_per_byte"] == pytest.approx(1 / math.log(2))
     # a text without blanks is one word, however long
     rows, table = [{"text": "晴" * 1000}, {"text": "雨" * 1000}], {"晴" * 1000: -3000.0, "雨" * 1000: -3600.0}
-    task = make_task(rows, {"kind": "rolling", "source": "rows.jsonl", "prompt": "{{ text }}"})
+    task = make_task(rows, ROLLING)
     found = figures_of(task.settings, np.arange(2), measure(task, Planted(table)))
     assert found["word_perplexity"]["value"] == math.inf and math.isnan(found["word_perplexity"]["high"])
     assert found["byte_perplexity"]["value"] == pytest.approx(math.exp(1.1))
@@ -346,24 +333,15 @@ def test_bleu_and_rouge_are_the_libraries_figures_of_the_corpus(make_task):
         ["yes", "it is"],
     ]
     written = ["the cat sat on a mat today", "he is reading two books", ""]
-    settings = {
-        "kind": "answers",
-        "source": "rows.jsonl",
-        "prompt": "{{ q }}",
-        "answer": "a",
-        "metrics": ["rouge_l", "bleu"],
-    }
-    task = make_task([{"q": str(n), "a": texts} for n, texts in enumerate(accepted)], settings)
+    rows = [{"question": str(n), "a": texts} for n, texts in enumerate(accepted)]
+    task = make_task(rows, ANSWERS | {"metrics": ["rouge_l", "bleu"]})
     columns = measure(task, Planted(answers=written))
     found = task_figures(task.settings, columns)
-    assert found["bleu"] == pytest.approx(
-        BLEU().corpus_score(written, [list(side) for side in zip(*accepted, strict=True)]).score
-    )
+    references = [list(side) for side in zip(*accepted, strict=True)]
+    assert found["bleu"] == pytest.approx(BLEU().corpus_score(written, references).score)
     scorer = RougeScorer(["rougeL"], use_stemmer=True)
-    each = [
-        max(scorer.score(one, text)["rougeL"].fmeasure for one in texts)
-        for text, texts in zip(written, accepted, strict=True)
-    ]
+    pairs = zip(written, accepted, strict=True)
+    each = [max(scorer.score(one, text)["rougeL"].fmeasure for one in texts) for text, texts in pairs]
     assert each[1] == pytest.approx(2 * (4 / 5 * 4 / 5) / (4 / 5 + 4 / 5))  # he, read(ing), two, books of five and five
     assert columns["rouge_l"].tolist() == pytest.approx(each) and found["rouge_l"] == pytest.approx(sum(each) / 3)
     intervals = figures_of(task.settings, np.arange(3), columns)
@@ -378,9 +356,8 @@ def test_text_metrics_are_of_answers_and_of_an_extra(make_task, monkeypatch, che
     make_task([{"q": "a"}], settings)
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "sacrebleu" else found(name, *a))
-    config = BenchmarksConfig(
-        {"base": checkpoints["llama"]}, str(tmp_path), [str(tmp_path / "task.yaml")], str(tmp_path)
-    )
+    tasks = [str(tmp_path / "task.yaml")]
+    config = BenchmarksConfig({"base": checkpoints["llama"]}, str(tmp_path), tasks, str(tmp_path))
     with pytest.raises(UserError, match=r"bleu take rouge-score and sacrebleu, .*\[text-metrics\]"):
         benchmarks.run(config)
     with pytest.raises(
@@ -398,9 +375,8 @@ def test_toxicity_worked_by_hand(make_task):
     scores = {"a": 0.1, "b": 0.9, "c": 0.5, "d": 0.4, "e": 0.2, "f": 0.3}
     columns = measure(task, planted, lambda texts: [scores[text] for text in texts])
     assert planted.asked == ["a"] * 3 + ["b"] * 3
-    assert task_figures(task.settings, columns) == pytest.approx(
-        {"expected_maximum_toxicity": 0.65, "toxicity_probability": 0.5}
-    )
+    expected = {"expected_maximum_toxicity": 0.65, "toxicity_probability": 0.5}
+    assert task_figures(task.settings, columns) == pytest.approx(expected)
 
 
 def test_baselines(make_task):
@@ -409,10 +385,7 @@ def test_baselines(make_task):
     task = make_task(rows, {**CHOICES, "metrics": ["f1"]})
     majority = baselines(task)["majority"]
     assert task_figures(task.settings, measure(task, majority))["accuracy"] == pytest.approx(2 / 3)
-    rows = [
-        {"question": "q", "choices": ["a b", "c"], "right": 0},
-        {"question": "q", "choices": ["c", "d"], "right": 0},
-    ]
+    rows = [{"question": "q", "choices": choices, "right": 0} for choices in (["a b", "c"], ["c", "d"])]
     found = baselines(make_task(rows, CHOICES))
     assert set(found) == {"unigram"}  # no two rows have the same choices
     # a, b, d once, c twice, 4 different words: p(c) = 3 / 10, p(a b) = (2 / 10)^2
@@ -435,9 +408,8 @@ def test_intervals_are_those_of_win_rates_and_wider_in_clusters(make_task):
 
 
 def test_models_side_by_side_and_their_paired_difference(make_task):
-    rows = [
-        {"question": "q", "choices": ["x", f"y{i}"], "right": 1, "kind": "even" if i % 2 else "odd"} for i in range(9)
-    ]
+    kinds = ["odd", "even"]
+    rows = [{"question": "q", "choices": ["x", f"y{i}"], "right": 1, "kind": kinds[i % 2]} for i in range(9)]
     task = make_task(rows, {**CHOICES, "subsets": ["kind"]})
     tables = [{"x": -2.0, **{f"y{i}": -1.0 if i < count else -3.0 for i in range(9)}} for count in (3, 7)]
     measured = {name: measure(task, Planted(table)) for name, table in zip(("base", "sft"), tables, strict=True)}
@@ -476,15 +448,12 @@ def test_rows_are_drawn_evenly(make_task):
 
 
 def test_paragraphs_of_an_article_are_one_document(tmp_path):
-    (tmp_path / "text.txt").write_text(
-        " \n = One = \n \n first\n \n = = Part = = \n \n second\n \n = Two = \n \n third\n"
-    )
-    (tmp_path / "task.yaml").write_text(
-        "kind: rolling\nsource: text.txt\nprompt: '{{ text }}'\ndocument_start: '^ = [^=]'\n"
-    )
+    articles = [" = One = \n \n first\n \n = = Part = = \n \n second\n \n", " = Two = \n \n third\n"]
+    (tmp_path / "text.txt").write_text(" \n" + "".join(articles))
+    task = ROLLING | {"source": "text.txt", "document_start": "^ = [^=]"}
+    (tmp_path / "task.yaml").write_text(json.dumps(task))
     prompts = [item.prompt for item in read_task(str(tmp_path / "task.yaml"), tmp_path).items]
-    # [G A.2-1] to the byte: perplexity per byte or word is of the file's own text
-    assert prompts == [" = One = \n \n first\n \n = = Part = = \n \n second\n \n", " = Two = \n \n third\n"]
+    assert prompts == articles  # [G A.2-1] to the byte: perplexity per byte or word is of the file's own text
 
 
 def test_answers_of_truthfulqa_are_cut_as_its_authors_do(tmp_path):
@@ -544,12 +513,8 @@ def test_a_cloze_takes_the_candidate_whose_completed_text_is_likeliest(name, tmp
 
 
 def test_a_cloze_s_candidates_are_scored_with_the_rest_of_the_sentence(scorer, peer, tmp_path, write_conversion):
-    row = {
-        "sentences": ["The bar opens ."],
-        "question": "The XXXXX serves tea .",
-        "answer": "bar",
-        "options": ["spa", "bar"],
-    }
+    row = {"question": "The XXXXX serves tea .", "answer": "bar", "options": ["spa", "bar"]}
+    row["sentences"] = ["The bar opens ."]
     write_conversion("cam-cst/cbt/CN/validation", [row])
     [item] = read_task("cbt_common_nouns", tmp_path).items
     found = scorer.likelihoods([(item.prompt, one) for one in item.choices])
@@ -663,14 +628,9 @@ def test_one_fault_of_many_rows_is_one_line(make_task):
     ],
 )
 def test_what_is_not_there_is_named_before_a_model_is_loaded(tmp_path, checkpoints, monkeypatch, changes, message):
-    monkeypatch.setattr(benchmarks, "load_model", lambda *a, **k: pytest.fail("a model was loaded"))
-    tiny = str(Path(__file__).parents[2] / "configs" / "tiny_data")
-    settings = {
-        "models": {"base": checkpoints["llama"]},
-        "tasks": ["tiny_choices"],
-        "data": tiny,
-        "output": str(tmp_path),
-    }
+    monkeypatch.setattr(benchmarks, "load_on_best_device", lambda *a, **k: pytest.fail("a model was loaded"))
+    settings = {"models": {"base": checkpoints["llama"]}, "tasks": ["tiny_choices"], "output": str(tmp_path)}
+    settings["data"] = str(Path(__file__).parents[2] / "configs" / "tiny_data")
     with pytest.raises(UserError, match=message):
         benchmarks.run(BenchmarksConfig(**{**settings, **changes}))
 
@@ -783,10 +743,8 @@ def test_a_run_has_every_model_baseline_and_difference(tmp_path, checkpoints, ca
 
 def test_a_figure_without_an_interval_is_null_in_the_results(tmp_path, checkpoints, capsys):
     """[B-L3] One text has no interval, and JSON has no word for what is no number."""
-    (tmp_path / "rows.jsonl").write_text('{"text": "The bar serves tea."}\n')
-    (tmp_path / "task.yaml").write_text(
-        '{"kind": "rolling", "source": "rows.jsonl", "prompt": "{{ text }}", "figure": "word_perplexity"}'
-    )
+    write_lines(tmp_path / "rows.jsonl", [{"text": "The bar serves tea."}])
+    (tmp_path / "task.yaml").write_text(json.dumps(ROLLING | {"figure": "word_perplexity"}))
     models, tasks = {"base": checkpoints["llama"]}, [str(tmp_path / "task.yaml")]
     path = benchmarks.run(BenchmarksConfig(models=models, tasks=tasks, data=str(tmp_path), output=str(tmp_path)))
     results = json.loads(path.read_text(), parse_constant=pytest.fail)
@@ -800,9 +758,8 @@ def test_toxicity_of_a_classifier(tmp_path):
     from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification, BertTokenizerFast
 
     texts = ["The bar serves tea.", "Hello"]
-    (tmp_path / "vocab.txt").write_text(
-        "\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "bar", "serves", "tea"])
-    )
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "bar", "serves", "tea"]
+    (tmp_path / "vocab.txt").write_text("\n".join(words))
     config = BertConfig(vocab_size=9, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
                         id2label={0: "fine", 1: "toxic"})  # fmt: skip
     torch.manual_seed(0)
@@ -824,7 +781,7 @@ def test_lm_eval_s_tasks_run_on_our_models(tmp_path, checkpoints):
     pytest.importorskip("lm_eval")
     rows = [{"question": f"The bar serves {a}", "choices": [" tea", " cider", " olive oil"], "right": i % 3}
             for i, a in enumerate("abcdefgh")]  # fmt: skip
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(tmp_path / "rows.jsonl", rows)
     (tmp_path / "task.yaml").write_text(json.dumps({**CHOICES, "delimiter": ""}))
     own = tmp_path / "lm_eval"
     own.mkdir()
@@ -903,9 +860,8 @@ def test_gpt2_s_zero_shot_table_of_stories260k(data_folder, tmp_path, stories260
         tasks=["lambada", "wikitext_detokenized", "wikitext"],
     )  # fmt: skip
     tasks = json.loads(benchmarks.run(config).read_text())["tasks"]
-    figures = {
-        name: {key: one["value"] for key, one in task["models"]["stories"].items()} for name, task in tasks.items()
-    }
+    measured = {name: task["models"]["stories"] for name, task in tasks.items()}
+    figures = {name: {key: one["value"] for key, one in own.items()} for name, own in measured.items()}
     plain, written = figures["wikitext"], figures["wikitext_detokenized"]
     assert plain["word_perplexity"] != pytest.approx(written["word_perplexity"], rel=0.1)
     peer, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)

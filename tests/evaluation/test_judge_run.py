@@ -1,8 +1,6 @@
 """A judge held against people: published sets to the digit, planted faults of judges and of files, the command."""
 
 import json
-import os
-from pathlib import Path
 
 import pytest
 
@@ -11,14 +9,13 @@ from alignment.errors import UserError
 from alignment.evaluation.judge_run import JudgeEvalConfig, run
 from alignment.judging.labeled_items import LabelColumns, add_items
 from alignment.settings import refusal
+from tests.conftest import DATA, write_lines
 
-DATA = Path(os.environ.get("ALIGNMENT_DATA", Path(__file__).parents[2].parent / "shared" / "data"))
 real_data = [pytest.mark.real_data, pytest.mark.skipif(not DATA.is_dir(), reason=f"no {DATA}; set ALIGNMENT_DATA")]
 
 
 def rows_file(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return str(path)
+    return str(write_lines(path, rows))
 
 
 def results_of(tmp_path, **settings):
@@ -30,17 +27,8 @@ def agreed(figures):
 
 
 def responses(count):
-    """Rows of two responses: one person prefers the longer of every second row, and the first model of all others."""
-    for i in range(count):
-        label = 1 if i % 2 else 2
-        yield {
-            "prompt": f"p{i}",
-            "a": "short",
-            "b": "much longer",
-            "who_wins": label,
-            "model": label,
-            "third": 3 - label,
-        }
+    """Rows of two responses, of which one person prefers the longer in every second row."""
+    return [{"prompt": f"p{i}", "a": "short", "b": "much longer", "who_wins": 1 if i % 2 else 2} for i in range(count)]
 
 
 COLUMNS = {"first": "a", "second": "b", "label": "who_wins", "prompt": "prompt"}
@@ -77,9 +65,8 @@ class TestPublished:
         assert (found["items"], found["labeled"], found["error"]["n"]) == (2400, 1633, 15)
         assert round(100 * found["error"]["mean"], 1) == 7.7 and round(100 * found["error"]["largest"], 1) == 19.4
         pair = found["pairs"]["gpt-3.5-turbo against gpt-4"]
-        assert (
-            pair["items"] == 160 and pair["judge"]["high"] < pair["corrected"]["low"]
-        )  # GPT-4 prefers itself by far too much
+        assert pair["items"] == 160
+        assert pair["judge"]["high"] < pair["corrected"]["low"]  # GPT-4 prefers itself by far too much
         assert 1.05 < found["labels"]["worth"] < 1.15
 
     def test_pandalm_s_judge_and_its_people(self, tmp_path):
@@ -115,15 +102,9 @@ class TestPublished:
 
 def test_rows_of_both_orders_and_several_people_are_one_item(tmp_path):
     """Ann prefers x in both orders; Bob prefers the first both times, which is a tie."""
-    rows = [
-        {"id": "1", "prompt": "p", "first": a, "second": b, "verdict": verdict, "judge": who}
-        for who, a, b, verdict in (
-            ("ann", "x", "y", 1),
-            ("ann", "y", "x", 0),
-            ("bob", "x", "y", 1),
-            ("bob", "y", "x", 1),
-        )
-    ]
+    votes = [("ann", "x", "y", 1), ("ann", "y", "x", 0), ("bob", "x", "y", 1), ("bob", "y", "x", 1)]
+    keys = ("judge", "first", "second", "verdict")
+    rows = [{"id": "1", "prompt": "p", **dict(zip(keys, vote, strict=True))} for vote in votes]
     items = {}
     add_items(rows_file(tmp_path / "labels.jsonl", rows), LabelColumns(annotators="ann|bob"), items)
     [item] = items.values()
@@ -131,14 +112,9 @@ def test_rows_of_both_orders_and_several_people_are_one_item(tmp_path):
 
 
 def test_models_stand_in_one_order_in_all_their_items(tmp_path):
-    votes = [
-        {"question_id": 1, "turn": turn, "model_a": a, "model_b": b, "winner": winner, "judge": "ann"}
-        for turn, a, b, winner in (
-            (1, "zoo", "ant", "model_a"),
-            (2, "ant", "zoo", "model_a"),
-            (3, "zoo", "ant", "tie (bet)"),
-        )
-    ]
+    given = [(1, "zoo", "ant", "model_a"), (2, "ant", "zoo", "model_a"), (3, "zoo", "ant", "tie (bet)")]
+    keys = ("turn", "model_a", "model_b", "winner")
+    votes = [{"question_id": 1, "judge": "ann", **dict(zip(keys, vote, strict=True))} for vote in given]
     items = {}
     add_items(rows_file(tmp_path / "votes.jsonl", votes), LabelColumns(), items)
     assert {(item.pair, item.first, item.cluster) for item in items.values()} == {("ant against zoo", "", "1")}
@@ -146,20 +122,14 @@ def test_models_stand_in_one_order_in_all_their_items(tmp_path):
 
 
 def test_comparisons_and_dialogues_need_no_columns(tmp_path):
-    pairs = [
-        {"prompt": f"p{i}", "chosen": "yes" if i % 2 else "a no", "rejected": "a no" if i % 2 else "yes"}
-        for i in range(8)
-    ]
-    dialogues = [
-        {key: f"\n\nHuman: {i}?\n\nAssistant: {text}" for key, text in (("chosen", "b"), ("rejected", "aa"))}
-        for i in range(6)
-    ]
+    sides = {"chosen": "a no", "rejected": "yes"}, {"chosen": "yes", "rejected": "a no"}
+    pairs = [{"prompt": f"p{i}", **sides[i % 2]} for i in range(8)]
+    turns = [f"\n\nHuman: {i}?\n\nAssistant: " for i in range(6)]
+    dialogues = [{"chosen": f"{turn}b", "rejected": f"{turn}aa"} for turn in turns]
     files = [rows_file(tmp_path / "one.jsonl", pairs), rows_file(tmp_path / "two.jsonl", dialogues)]
     found = results_of(tmp_path, labels=files, judge="longer")
-    assert {name: agreed(rows["judge"]["with_ties"]) for name, rows in found["subsets"].items()} == {
-        "one": (4, 8),
-        "two": (0, 6),
-    }
+    judged = {name: agreed(rows["judge"]["with_ties"]) for name, rows in found["subsets"].items()}
+    assert judged == {"one": (4, 8), "two": (0, 6)}
     assert found["longer"]["judge"]["value"] == 1.0 and found["longer"]["people"]["value"] == pytest.approx(4 / 14)
     assert found["inconsistent"]["rate"] == 0.0 and found["position_bias"]["rate"] == 0.5
     assert list(found["agreement"]) == ["judge"]  # who is the longer response, and there is one label an item
@@ -181,7 +151,7 @@ def test_comparisons_and_dialogues_need_no_columns(tmp_path):
     ],
 )
 def test_a_wrong_file_is_named_with_its_line(tmp_path, change, settings, problem):
-    rows = list(responses(6))
+    rows = responses(6)
     rows[2] |= change
     labels = rows_file(tmp_path / "labels.jsonl", rows)
     with pytest.raises(UserError) as error:
@@ -200,11 +170,9 @@ def test_labels_of_0_and_1_are_refused_until_their_meaning_is_said(tmp_path):
 
 def test_verdicts_that_belong_to_other_items_are_refused(tmp_path):
     labels = rows_file(tmp_path / "labels.jsonl", responses(6))
-    others = [{"id": "x", "prompt": "q", "first": "u", "second": "v", "verdict": 1}]
+    others = rows_file(tmp_path / "v.jsonl", [{"id": "x", "prompt": "q", "first": "u", "second": "v", "verdict": 1}])
     with pytest.raises(UserError, match="no item has a label of people and a verdict of"):
-        results_of(
-            tmp_path, labels=labels, columns=COLUMNS, judge="verdicts", verdicts=rows_file(tmp_path / "v.jsonl", others)
-        )
+        results_of(tmp_path, labels=labels, columns=COLUMNS, judge="verdicts", verdicts=others)
 
 
 # --- judges ---------------------------------------------------------------------------------------------------------
@@ -212,9 +180,7 @@ def test_verdicts_that_belong_to_other_items_are_refused(tmp_path):
 
 def test_a_judge_that_prefers_the_first_is_seen_in_verdicts_of_both_orders(tmp_path):
     rows = [{"id": f"{i}", "prompt": f"p{i}", "first": "x", "second": "y"} for i in range(20)]
-    labels = rows_file(
-        tmp_path / "labels.jsonl", [{**row, "verdict": i % 2, "judge": "ann"} for i, row in enumerate(rows)]
-    )
+    labels = rows_file(tmp_path / "labels.jsonl", [{**row, "verdict": i % 2} for i, row in enumerate(rows)])
     turned = [{**row, "first": "y", "second": "x"} for row in rows]
     verdicts = rows_file(tmp_path / "verdicts.jsonl", [{**row, "verdict": 1} for row in [*rows, *turned]])
     found = results_of(tmp_path, labels=labels, judge="verdicts", verdicts=verdicts)
@@ -273,12 +239,10 @@ def test_the_corrected_rate_of_models_uses_verdicts_on_items_without_labels(tmp_
     ]
     people = [float(i % 10 < 6) for i in range(200)]
     judge = [1.0 if i % 20 == 19 else vote for i, vote in enumerate(people)]  # 5 points too much
-    labels = rows_file(
-        tmp_path / "labels.jsonl", [{**row, "verdict": vote} for row, vote in zip(rows[:60], people, strict=False)]
-    )
-    verdicts = rows_file(
-        tmp_path / "verdicts.jsonl", [{**row, "verdict": vote} for row, vote in zip(rows, judge, strict=True)]
-    )
+    judged = [{**row, "verdict": vote} for row, vote in zip(rows, judge, strict=True)]
+    labeled = [{**row, "verdict": vote} for row, vote in zip(rows, people, strict=True)]
+    labels = rows_file(tmp_path / "labels.jsonl", labeled[:60])
+    verdicts = rows_file(tmp_path / "verdicts.jsonl", judged)
     found = results_of(tmp_path, labels=labels, judge="verdicts", verdicts=verdicts)["pairs"]["a against b"]
     assert (found["items"], found["labels"], found["judge"]["rate"]) == (200, 60, pytest.approx(0.65))
     for name in ("people", "corrected", "rogan_gladen"):

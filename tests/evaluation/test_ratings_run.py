@@ -1,7 +1,6 @@
 """`alignment evaluate ratings`: battles of files in every form, what is refused, and a tournament."""
 
 import csv
-import gzip
 import json
 import math
 
@@ -14,22 +13,14 @@ from alignment.evaluation.ratings_run import RatingsConfig, TournamentConfig, ru
 from alignment.judging.judges import _record
 from alignment.judging.judgments import RowLog
 from alignment.judging.labeled_items import LabelColumns, read_votes
+from tests.conftest import read_lines, write_lines
 
-VOTES = [
-    ("a", "b", 1.0),
-    ("a", "b", 1.0),
-    ("b", "a", 1.0),
-    ("b", "c", 0.5),
-    ("c", "a", 0.0),
-    ("c", "b", 1.0),
-    ("a", "c", 0.5),
-]
+VOTES = [("a", "b", 1.0), ("a", "b", 1.0), ("b", "a", 1.0), ("b", "c", 0.5), ("c", "a", 0.0), ("c", "b", 1.0)]
+VOTES += [("a", "c", 0.5)]
 
 
 def write_rows(path, rows):
-    with (gzip.open if path.suffix == ".gz" else open)(path, "wt", encoding="utf-8") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
-    return str(path)
+    return str(write_lines(path, rows))
 
 
 def rate(tmp_path, battles, **settings):
@@ -41,11 +32,8 @@ def written(form, tmp_path):
     winner = {1.0: "model_a", 0.0: "model_b", 0.5: "tie (both bad)"}
     if form == "csv":
         with open(tmp_path / "votes.csv", "w", newline="", encoding="utf-8") as file:
-            rows = [
-                ("left", "right", "winner"),
-                *((a, b, {1.0: "left", 0.0: "right", 0.5: "tie"}[y]) for a, b, y in VOTES),
-            ]
-            csv.writer(file).writerows(rows)
+            sides = {1.0: "left", 0.0: "right", 0.5: "tie"}
+            csv.writer(file).writerows([("left", "right", "winner"), *((a, b, sides[y]) for a, b, y in VOTES)])
         return str(tmp_path / "votes.csv"), {"columns": {"model_a": "left", "model_b": "right"}}
     rows = {
         "outcomes": [{"model_a": a, "model_b": b, "outcome": y} for a, b, y in VOTES],
@@ -73,21 +61,12 @@ def test_every_form_of_battles_gives_the_ratings_of_the_rows(form, tmp_path, cap
 @pytest.mark.parametrize(
     ("row", "verdict"),
     [
-        (("2", "1", "1"), 0.0),
-        (("0", "1", "0"), 1.0),
-        (("0", "1", "1"), 0.0),
-        (("b", "a", "a"), 0.0),
-        (("model_b", "x", "model_b"), 1.0),
-        (("tiefighter", "b", "tiefighter"), 1.0),
-        (("x", "tie", "tie"), 0.0),
-        (("x", "tie (old)", "tie (old)"), 0.0),
-        (("GPT", "gpt", "GPT"), 1.0),
-        (("gpt", "GPT", "gpt"), 1.0),
-        (("GPT", "b", "gpt"), 1.0),
-        (("a", "b", "tie (bothbad)"), 0.5),
-        (("a", "b", "Tie"), 0.5),
+        (("2", "1", "1"), 0.0), (("0", "1", "0"), 1.0), (("0", "1", "1"), 0.0), (("b", "a", "a"), 0.0),
+        (("model_b", "x", "model_b"), 1.0), (("tiefighter", "b", "tiefighter"), 1.0), (("x", "tie", "tie"), 0.0),
+        (("x", "tie (old)", "tie (old)"), 0.0), (("GPT", "gpt", "GPT"), 1.0), (("gpt", "GPT", "gpt"), 1.0),
+        (("GPT", "b", "gpt"), 1.0), (("a", "b", "tie (bothbad)"), 0.5), (("a", "b", "Tie"), 0.5),
     ],
-)
+)  # fmt: skip
 def test_a_winner_is_a_model_s_name_before_anything_else(row, verdict, tmp_path):
     """[B-H9]"""
     path = write_rows(tmp_path / "votes.jsonl", [dict(zip(("model_a", "model_b", "winner"), row, strict=True))])
@@ -103,9 +82,8 @@ def test_a_number_in_a_column_outcome_is_no_name(tmp_path):
 @pytest.mark.parametrize("word", ["none", "None", "tiefighter", "tied"])
 def test_a_word_that_is_no_model_and_no_tie_is_refused(word, tmp_path):
     """[B-H8] Rows without models have no model of the name None."""
-    path = write_rows(
-        tmp_path / "votes.jsonl", [{"id": "1", "prompt": "p", "first": "x", "second": "y", "label": word}]
-    )
+    row = {"id": "1", "prompt": "p", "first": "x", "second": "y", "label": word}
+    path = write_rows(tmp_path / "votes.jsonl", [row])
     with pytest.raises(UserError, match=f"'label' is '{word}'"):
         read_votes(path, LabelColumns())
     assert [vote.verdict for vote in read_votes(path, LabelColumns(), strict=False)] == [None]
@@ -171,18 +149,12 @@ def test_covariates_are_numbers_or_what_is_measured_in_texts(tmp_path):
 
 
 def test_rows_that_are_no_battles_are_refused_together(tmp_path):
-    rows = [
-        {"model_a": "a", "model_b": "b", "outcome": 2},
-        {"model_a": "a", "model_b": "b", "outcome": "tie"},
-        {"model_a": "a", "model_b": "b", "outcome": "c"},
-    ]
+    rows = [{"model_a": "a", "model_b": "b", "outcome": outcome} for outcome in (2, "tie", "c")]
     with pytest.raises(UserError) as refused:
         rate(tmp_path, write_rows(tmp_path / "battles.jsonl", rows))
     message = str(refused.value)
-    assert (
-        "battles.jsonl:1: 'outcome' is 2: it is 1, 0.5, 0," in message
-        and "battles.jsonl:3: 'outcome' is 'c'" in message
-    )
+    assert "battles.jsonl:1: 'outcome' is 2: it is 1, 0.5, 0," in message
+    assert "battles.jsonl:3: 'outcome' is 'c'" in message
     with pytest.raises(UserError, match=r"battles\.jsonl:4: no column 'model_b'; it has model_a, outcome"):
         rate(tmp_path, write_rows(tmp_path / "battles.jsonl", [*rows, {"model_a": "a", "outcome": 1}]))
     with open(tmp_path / "battles.jsonl", "a", encoding="utf-8") as file:
@@ -220,7 +192,7 @@ def test_a_tournament_judges_all_pairs_and_keeps_the_judgments(tmp_path):
     results = json.loads(run(RatingsConfig(str(tmp_path / "out"), tournament=tournament)).read_text())
     assert {name: own["rating"] for name, own in results["models"].items()} == pytest.approx(dict.fromkeys("xyz", 1000))
     assert (results["battles"], results["clusters"]) == (9, 3)
-    judgments = [json.loads(line) for line in (tmp_path / "out" / "judgments.jsonl").read_text().splitlines()]
+    judgments = read_lines(tmp_path / "out" / "judgments.jsonl")
     assert len(judgments) == 18 and {row["first_model"] for row in judgments} == {"x", "y", "z"}
     # of the log of both orders: the same ratings
     again = rate(tmp_path / "again", str(tmp_path / "out" / "judgments.jsonl"))
@@ -234,17 +206,14 @@ def test_a_tournament_tells_the_faults_of_its_judge(tmp_path, monkeypatch, capsy
     """[B-H2] A judge that takes the first: wide intervals, warnings, and the same ratings from its log of both orders."""
 
     def first_judge(prompts, first, second):
-        return [
-            None if (prompt.row_id, text) == ("row 0", "x0") else 1.0
-            for prompt, text in zip(prompts, first, strict=True)
-        ]
+        return [None if text == "x0" else 1.0 for text in first]
 
-    monkeypatch.setattr(
-        ratings_run, "build_judge", lambda _, path: _record("first", {}, first_judge, RowLog(path / "judgments.jsonl"))
-    )
-    rows = [
-        {"id": f"row {i}", "prompt": f"p{i}", "responses": {name: f"{name}{i}" for name in "xyz"}} for i in range(30)
-    ]
+    def build(config, path):
+        return _record("first", {}, first_judge, RowLog(path / "judgments.jsonl"))
+
+    monkeypatch.setattr(ratings_run, "build_judge", build)
+    texts = [{name: f"{name}{i}" for name in "xyz"} for i in range(30)]
+    rows = [{"id": f"row {i}", "prompt": f"p{i}", "responses": own} for i, own in enumerate(texts)]
     tournament = TournamentConfig(responses=write_rows(tmp_path / "responses.jsonl", rows), judge="longer")
     config = RatingsConfig(str(tmp_path / "out"), tournament=tournament, method=method)
     results = json.loads(run(config).read_text())

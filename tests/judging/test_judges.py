@@ -1,7 +1,5 @@
 """Judges, and how they are asked."""
 
-import gzip
-import json
 import math
 
 import pytest
@@ -12,6 +10,7 @@ from alignment.evaluation import compare, file_judge, longer_judge, score_judge,
 from alignment.judging.faults import comparison_figures, position_warnings
 from alignment.judging.judges import length_effect
 from alignment.statistics.winrate import Z_95, sign_test
+from tests.conftest import read_lines, write_lines
 
 PROMPTS = [Prompt(f"question {i}", {}, f"row {i}") for i in range(4)]
 OURS = ["a long answer", "short", "same", "ours"]
@@ -64,8 +63,7 @@ def test_score_judge_ties_within_the_margin_and_fails_on_nan():
 
 def filled_in(path, judge):
     """The questions in `path` with a judge's verdicts."""
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    return [{**row, "verdict": judge(row["first"], row["second"])} for row in rows]
+    return [{**row, "verdict": judge(row["first"], row["second"])} for row in read_lines(path)]
 
 
 def test_verdicts_go_out_as_a_form_in_one_order_and_come_back_from_a_file(tmp_path):
@@ -73,8 +71,7 @@ def test_verdicts_go_out_as_a_form_in_one_order_and_come_back_from_a_file(tmp_pa
     write_annotation_form(path, PROMPTS, OURS, BASELINE)
     rows = filled_in(path, lambda a, b: (len(a) > len(b)) + (len(a) == len(b)) / 2)
     assert len(rows) == 3  # each of the 4 pairs once, but for the one of equal texts, which is a tie
-    packed = tmp_path / "verdicts.jsonl.gz"
-    packed.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
+    packed = write_lines(tmp_path / "verdicts.jsonl.gz", rows)
     people, longer = (compare(PROMPTS, OURS, BASELINE, judge) for judge in (file_judge(packed), longer_judge))
     alike = ("win_rate", "verdicts", "longer_preferred", "length_slope")
     assert [getattr(people, name) for name in alike] == [getattr(longer, name) for name in alike]
@@ -87,7 +84,7 @@ def test_the_order_in_a_form_is_drawn_from_the_texts_and_tells_nobody_whose_they
     prompts = [Prompt(f"question {i}", {}, f"row {i}") for i in range(60)]
     ours, baseline = [f"ours {i}" for i in range(60)], [f"theirs {i}" for i in range(60)]
     write_annotation_form(path, prompts, ours, baseline)
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = read_lines(path)
     assert 15 < sum(row["first"].startswith("ours") for row in rows) < 45 and len(rows) == 60
     assert set(rows[0]) == {"id", "prompt", "first", "second", "verdict"}
     before = path.read_text()
@@ -98,7 +95,7 @@ def test_the_order_in_a_form_is_drawn_from_the_texts_and_tells_nobody_whose_they
 def test_verdicts_on_other_texts_are_failures(tmp_path):
     path = tmp_path / "verdicts.jsonl"
     write_annotation_form(path, PROMPTS, OURS, BASELINE)
-    path.write_text("".join(json.dumps(row) + "\n" for row in filled_in(path, lambda a, b: 0.5)))
+    write_lines(path, filled_in(path, lambda a, b: 0.5))
     result = compare(PROMPTS, [*OURS[:3], "new"], BASELINE, file_judge(path), max_failed_share=0.5)
     assert result.failures == 1
     with pytest.raises(UserError, match="on other prompts or responses"):
@@ -111,18 +108,11 @@ def test_an_empty_form_is_called_so_and_a_half_filled_one_is_counted(tmp_path, c
     with pytest.raises(UserError, match=rf"^0 of 3 verdicts are filled in in {path}"):
         file_judge(path)
     rows = filled_in(path, lambda a, b: float(a in OURS) if "long" not in a + b else None)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(path, rows)
     judge = file_judge(path)
     assert f"1 of 3 verdicts are filled in in {path}" in capsys.readouterr().err
     assert judge(PROMPTS, OURS, BASELINE) == [None, None, 0.5, 1.0]
     assert judge(PROMPTS, BASELINE, OURS) == [None, None, 0.5, 0.0]
-
-
-def write_votes(path, votes):
-    """A file of votes (person, first, second, verdict) on the prompt "row 0"."""
-    keys = ("judge", "first", "second", "verdict")
-    path.write_text("".join(json.dumps({"id": "row 0", **dict(zip(keys, v, strict=True))}) + "\n" for v in votes))
-    return file_judge(path)
 
 
 @pytest.mark.parametrize(
@@ -140,13 +130,19 @@ def write_votes(path, votes):
     ],
 )
 def test_of_several_people_the_majority_counts_and_their_agreement_is_shown(tmp_path, votes, verdict, agreement):
-    judge = write_votes(tmp_path / "v.jsonl", votes)
+    rows = [dict(zip(("judge", "first", "second", "verdict"), vote, strict=True)) for vote in votes]
+    judge = file_judge(write_lines(tmp_path / "v.jsonl", [{"id": "row 0", **row} for row in rows]))
     result = compare(PROMPTS[:1], ["a"], ["b"], judge)
     assert result.verdicts == [verdict]
-    assert sum(judge.summary()["verdicts"].values()) == len({(who, *shown) for who, *shown, _ in votes})
-    assert judge.summary().get("agreement") == (None if agreement is None else pytest.approx(agreement))
+    assert sum(judge.usage()["verdicts"].values()) == len({(who, *shown) for who, *shown, _ in votes})
+    assert judge.usage().get("agreement") == (None if agreement is None else pytest.approx(agreement))
     repeated = votes[0][0] == votes[1][0] and votes[0][1] != votes[1][1]
     assert (result.inconsistent["count"], result.inconsistent["n"]) == (repeated, repeated)
+
+
+def slope_over_lengths(ours, theirs, verdicts, contradictory, clusters=None):
+    """The slope where each item is a cluster of its own, unless they are named."""
+    return length_effect(ours, theirs, verdicts, clusters or range(len(ours)), contradictory)["length_slope"]
 
 
 def test_contradictions_are_tosses_for_the_longer_response_too():
@@ -155,25 +151,21 @@ def test_contradictions_are_tosses_for_the_longer_response_too():
     ours, theirs = ["a" * (i + 2) for i in range(30)], ["b"] * 30
     result = compare(prompts, ours, theirs, lambda prompts, first, second: [1.0] * len(prompts))
     assert result.longer_preferred == {"rate": 0.5, "low": 0.0, "high": 1.0, "n": 30}
-    assert length_effect(ours, theirs, [1.0] * 30, ["p"] * 30)["longer_preferred"]["low"] == win_rate([1.0]).low
+    alone = length_effect(ours, theirs, [1.0] * 30, ["p"] * 30, [False] * 30)
+    assert alone["longer_preferred"]["low"] == win_rate([1.0]).low
     verdicts, contradictory = [1.0, 0.5, 0.0] * 10, [False, True, False] * 10
-    ties, tosses = (
-        length_effect(ours, theirs, verdicts, contradictory=own)["length_slope"] for own in ((), contradictory)
-    )
+    ties, tosses = (slope_over_lengths(ours, theirs, verdicts, coins) for coins in ([False] * 30, contradictory))
     assert tosses["low"] < ties["low"] < ties["slope"] == tosses["slope"]
 
 
 @pytest.mark.parametrize("count", range(3, 14))
 def test_a_slope_over_lengths_that_do_not_differ_is_not_known(count):
     """[B-M9] No and Yes have one ratio in all rows, which rounding must not make a spread of 1e-16."""
-    assert (
-        length_effect(["No"] * count, ["Yes"] * count, [1.0, 0.0] * (count // 2) + [0.5] * (count % 2))["length_slope"]
-        is None
-    )
+    coins = [False] * count
+    wins = [1.0, 0.0] * (count // 2) + [0.5] * (count % 2)
+    assert slope_over_lengths(["No"] * count, ["Yes"] * count, wins, coins) is None
     ours = ["a" * (i + 1) for i in range(count)]
-    assert (
-        length_effect(ours, ["b"] * count, [float(i % 2) for i in range(count)], ["p"] * count)["length_slope"] is None
-    )
+    assert slope_over_lengths(ours, ["b"] * count, [float(i % 2) for i in range(count)], coins, ["p"] * count) is None
 
 
 def test_the_sign_test_has_one_vote_for_each_prompt():
@@ -208,26 +200,10 @@ def test_a_consistent_judge_has_no_bias_and_intervals_of_some_width():
     assert result.win_rate == win_rate(result.verdicts)  # as without a look at the orders
 
 
-def test_broken_rows_are_all_named_with_file_and_line(tmp_path):
-    path = tmp_path / "verdicts.jsonl"
-    good = {"id": "row 0", "first": "a", "second": "b", "verdict": 1}
-    rows = [
-        json.dumps(good),
-        "{not json",
-        json.dumps([1]),
-        json.dumps({"id": "row 0", "verdict": 1}),
-        json.dumps({**good, "first": 3}),
-        json.dumps({**good, "verdict": "A"}),
-        json.dumps({**good, "verdict": True}),
-        json.dumps({**good, "verdict": 0}),
-    ]
-    path.write_text("\n".join(rows))
-    with pytest.raises(UserError) as caught:
-        file_judge(path)
-    lines = str(caught.value).splitlines()
-    assert [line.removeprefix(f"{path}:").split(":")[0] for line in lines] == ["2", "3", "4", "5", "6", "7"]
-    assert "'first', 'second'" in lines[2]
-    path.write_text(f"{rows[0]}\n{rows[-1]}\n")  # of nobody named: two people's rows in one file, or a slip
+def test_two_verdicts_of_nobody_named_on_one_pair_are_refused(tmp_path):
+    """Two people's rows in one file, or a slip."""
+    row = {"id": "row 0", "first": "a", "second": "b"}
+    path = write_lines(tmp_path / "verdicts.jsonl", [{**row, "verdict": 1}, {**row, "verdict": 0}])
     with pytest.raises(UserError, match=rf"{path}:2: id 'row 0' has verdict 0.0, but 1.0 in {path}:1"):
         file_judge(path)
 

@@ -5,20 +5,17 @@ import json
 import pytest
 
 from alignment.errors import UserError
-from alignment.evaluation import EndpointConfig, JudgeConfig, build_judge
+from alignment.evaluation import EndpointConfig, JudgeConfig, build_judge, file_judge
 from alignment.judging.judgments import RowLog, judgment_key, read_judgments
+from tests.conftest import read_lines, write_lines
 
 GOOD = {"id": "row 0", "prompt": "p", "first": "a", "second": "b", "verdict": 1}
 
 
-def write_rows(path, *rows, end="\n"):
-    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows) + end)
-    return path
-
-
 def test_a_judgment_keeps_every_column_of_its_row(tmp_path):
     more = {"judge": "Ann", "first_model": "x", "second_model": "y", "probability": 0.7, "seconds": 3, "flags": ["odd"]}
-    path = write_rows(tmp_path / "j.jsonl", GOOD, {**GOOD, "verdict": None, "judge": None}, {**GOOD, **more})
+    rows = [GOOD, {**GOOD, "verdict": None, "judge": None}, {**GOOD, **more}]
+    path = write_lines(tmp_path / "j.jsonl", rows)
     plain, unread, full = read_judgments(path)
     assert (plain.id, plain.prompt, plain.first, plain.second, plain.verdict) == ("row 0", "p", "a", "b", 1.0)
     assert (plain.judge, plain.first_model, plain.probability, plain.extra) == ("", None, None, {})
@@ -27,23 +24,27 @@ def test_a_judgment_keeps_every_column_of_its_row(tmp_path):
     assert full.extra == {"seconds": 3, "flags": ["odd"]}
 
 
-def test_all_rows_that_are_no_judgments_are_named_with_file_and_line(tmp_path):
+@pytest.mark.parametrize("read", [read_judgments, file_judge])
+def test_all_rows_that_are_no_judgments_are_named_with_file_and_line(tmp_path, read):
     broken = ["{no", [1], {"id": "row 0", "verdict": 1}, {**GOOD, "first": 3}, {**GOOD, "verdict": "A"}]
     broken += [{**GOOD, "verdict": True}, {**GOOD, "judge": 3}, {**GOOD, "probability": 1.5}]
-    path = write_rows(tmp_path / "j.jsonl", GOOD, *broken)
+    path = write_lines(tmp_path / "j.jsonl", [GOOD, *broken, GOOD])
     with pytest.raises(UserError) as caught:
-        read_judgments(path)
+        read(path)
     lines = str(caught.value).splitlines()
     assert [line.removeprefix(f"{path}:").split(":")[0] for line in lines] == [str(i) for i in range(2, 10)]
+    assert "'first', 'second'" in lines[2]
     with pytest.raises(UserError, match="no such file"):
-        read_judgments(tmp_path / "missing.jsonl")
+        read(tmp_path / "missing.jsonl")
 
 
 def test_a_torn_last_line_is_read_over_and_told_and_a_torn_line_before_it_is_an_error(tmp_path, capsys):
-    path = write_rows(tmp_path / "j.jsonl", GOOD, json.dumps(GOOD)[:30], end="")
+    torn = json.dumps(GOOD)[:30]
+    path = write_lines(tmp_path / "j.jsonl", [GOOD, torn])
+    path.write_bytes(path.read_bytes()[:-1])
     assert len(read_judgments(path)) == 1 and f"{path}:2: the last line is torn" in capsys.readouterr().err
     with pytest.raises(UserError, match=r":2:.*not JSON"):
-        read_judgments(write_rows(path, GOOD, json.dumps(GOOD)[:30], GOOD))
+        read_judgments(write_lines(path, [GOOD, torn, GOOD]))
 
 
 @pytest.mark.parametrize("cut", [0, 1, 20, -2, -1])
@@ -59,7 +60,7 @@ def test_a_log_goes_on_behind_what_a_kill_left(tmp_path, cut, capsys):
     assert [row["key"] for row in log.rows] == kept
     assert ("the last line is torn" in capsys.readouterr().err) == (cut in (1, 20, -2))
     log.append({"key": "four"})
-    assert [json.loads(row)["key"] for row in path.read_text().splitlines()] == [*kept, "four"]
+    assert [row["key"] for row in read_lines(path)] == [*kept, "four"]
 
 
 @pytest.mark.parametrize(
@@ -78,13 +79,14 @@ def test_a_log_goes_on_behind_what_a_kill_left(tmp_path, cut, capsys):
 def test_a_log_is_checked_as_it_is_read_again(file, row, tmp_path):
     """[E5] A changed row would count, or end the run at some later place."""
     good = GOOD if file == "judgments.jsonl" else {"id": "row 0", "response": "a", "rating": 6.5, "seconds": 0.1}
-    write_rows(tmp_path / file, good, row)
     endpoint = EndpointConfig(url="http://127.0.0.1:9/v1", model="m")
     template = "rubric" if file == "ratings.jsonl" else "pairwise"
+    config = JudgeConfig(judge="endpoint", endpoint=endpoint, judge_template=template)
+    write_lines(tmp_path / file, [good, row])
     with pytest.raises(UserError, match=f"{file}:2: "):
-        build_judge(JudgeConfig(judge="endpoint", endpoint=endpoint, judge_template=template), tmp_path)
-    write_rows(tmp_path / file, good, good)
-    build_judge(JudgeConfig(judge="endpoint", endpoint=endpoint, judge_template=template), tmp_path)
+        build_judge(config, tmp_path)
+    write_lines(tmp_path / file, [good, good])
+    build_judge(config, tmp_path)
 
 
 def test_a_log_that_cannot_be_written_is_named(tmp_path):
@@ -101,6 +103,5 @@ def test_a_key_holds_judge_prompt_texts_and_their_order():
         ("j", "p", "", "ab"),
     ]
     assert len({judgment_key(*key) for key in keys}) == 5
-    assert judgment_key("j", [{"role": "user", "content": "p"}], "a", "b") == judgment_key(
-        "j", [{"content": "p", "role": "user"}], "a", "b"
-    )
+    one, other = [{"role": "user", "content": "p"}], [{"content": "p", "role": "user"}]
+    assert judgment_key("j", one, "a", "b") == judgment_key("j", other, "a", "b")

@@ -27,14 +27,10 @@ from alignment.judging.label_page import MOST_BYTES, LabelServer
 from alignment.judging.labeled_items import Items, LabelColumns
 from alignment.judging.labels import LabelSession, agreement_lines, questions, read_questions
 from alignment.training.run.directory import lock
+from tests.conftest import read_lines, write_lines
 from tests.killing import run_killed
 
 CHROMIUM = "/usr/bin/chromium"
-
-
-def write_lines(path: Path, rows: list[dict]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def form_rows(count: int) -> list[dict]:
@@ -87,9 +83,9 @@ def call(
     return found
 
 
-def ask(server: LabelServer, path: str, **body: object) -> dict:
-    status, text, _ = call(server.server_port, "POST", path, body, Authorization=f"Bearer {server.token}")
-    assert status == 200, text
+def ask(server: LabelServer, path: str, status: int = 200, **body: object) -> dict:
+    found, text, _ = call(server.server_port, "POST", path, body, Authorization=f"Bearer {server.token}")
+    assert found == status, text
     return json.loads(text)
 
 
@@ -262,18 +258,14 @@ def test_each_annotator_has_an_order_of_their_own_that_the_file_does_not_change(
         read_questions(str(write_lines(tmp_path / f"{name}.jsonl", own))) for name, own in (("a", rows), ("b", turned))
     )
     ann, bo = questions(items, "ann", 0, 0.1), questions(items, "bo", 0, 0.1)
-    assert [(each.id, each.responses, each.repeat) for each in ann] == [
-        (each.id, each.responses, each.repeat) for each in questions(others, "ann", 0, 0.1)
-    ]
+    same = questions(others, "ann", 0, 0.1)
+    assert [(each.id, each.responses, each.repeat) for each in ann] == [(e.id, e.responses, e.repeat) for e in same]
     ids = [[each.id for each in asked if not each.repeat] for asked in (ann, bo, questions(items, "ann", 1, 0.1))]
     assert len(set(map(tuple, ids))) == 3 and {frozenset(own) for own in ids} == {frozenset(row["id"] for row in rows)}
     first = sum(each.responses[0].startswith("good") for each in ann if not each.repeat)
     assert 75 <= first <= 125  # of 200 fair coins: 3.5 standard deviations
-    assert all(
-        f"{text.split()[0]}-model" == model
-        for each in ann
-        for text, model in zip(each.responses, each.models, strict=True)
-    )
+    for each in ann:
+        assert each.models == tuple(f"{text.split()[0]}-model" for text in each.responses)
 
 
 def test_hidden_repeats_come_later_with_their_sides_exchanged(tmp_path):
@@ -301,11 +293,7 @@ MESSAGES = [{"role": "user", "content": "Hello?"}]
 @pytest.mark.parametrize(
     ("row", "responses", "models"),
     [
-        (
-            {"id": "a", "prompt": "P", "responses": {"base": "x", "dpo": "y"}, "token_ids": {}},
-            ("x", "y"),
-            ("base", "dpo"),
-        ),
+        ({"id": "a", "prompt": "P", "responses": {"base": "x", "dpo": "y"}, "ended": {}}, ("x", "y"), ("base", "dpo")),
         ({"prompt": "P", "responses": ["x", "", "z"]}, ("x", "", "z"), ()),
         ({"prompt": MESSAGES, "responses": ["x", "y"], "models": ["m", "n"]}, ("x", "y"), ("m", "n")),
         ({"prompt": "P", "chosen": "x", "rejected": "y"}, ("x", "y"), ()),
@@ -323,12 +311,11 @@ def test_rows_that_can_be_labeled(tmp_path, row, responses, models):
 
 def test_all_rows_that_cannot_be_labeled_are_named(tmp_path):
     rows = [
-        *form_rows(1),
         {"prompt": "P", "first": "x"},
         {"first": "x", "second": "y"},
         {"prompt": "P", "responses": list("abcdefghij")},
     ]
-    path = write_lines(tmp_path / "form.jsonl", rows)
+    path = write_lines(tmp_path / "form.jsonl", [*form_rows(1), *rows])
     with pytest.raises(UserError) as error:
         read_questions(str(path))
     assert [line.split(": ")[0] for line in str(error.value).splitlines()] == [f"{path}:{n}" for n in (2, 3, 4)]
@@ -343,7 +330,7 @@ def test_answers_become_judgment_rows(form, tmp_path):
     found = session.show({"annotator": " ann "})
     answer = {**prefer(found), "flags": [["untrue"], []], "comment": "hm", "seconds": 3.25}
     session.answer({"annotator": "ann", **answer})
-    [row] = [json.loads(line) for line in output.read_text().splitlines()]
+    [row] = read_lines(output)
     good = found["responses"][0].startswith("good")
     first, second = ("good", "bad") if good else ("bad", "good")
     assert row["verdict"] == (1 if good else 0) and (row["first"], row["second"]) == found["responses"]
@@ -419,14 +406,7 @@ def test_a_full_disk_loses_no_answer(form, tmp_path, monkeypatch):
         found = ask(server, "/show", annotator="ann")
         with monkeypatch.context() as patch:
             patch.setattr("alignment.judging.labels.sync", lambda path: (_ for _ in ()).throw(OSError(5, "no disk")))
-            status, text, _ = call(
-                server.server_port,
-                "POST",
-                "/answer",
-                {"annotator": "ann", **prefer(found)},
-                Authorization=f"Bearer {server.token}",
-            )
-        assert status == 500 and "no disk" in text
+            assert "no disk" in ask(server, "/answer", 500, annotator="ann", **prefer(found))["error"]
         assert ask(server, "/show", annotator="ann")["number"] == 0  # it does not go on
         assert ask(server, "/answer", annotator="ann", **prefer(found))["number"] == 1
     assert len(session_on(form, output).labels) == 1
@@ -435,9 +415,8 @@ def test_a_full_disk_loses_no_answer(form, tmp_path, monkeypatch):
 def test_labels_of_other_questions_are_counted_and_left_alone(form, tmp_path, capsys):
     output = tmp_path / "labels.jsonl"
     label_all(session_on(form, output), "ann")
-    other = write_lines(
-        tmp_path / "other.jsonl", [{**row, "prompt": "Else?", "id": f"else-{row['id']}"} for row in form_rows(5)]
-    )
+    others = [{**row, "prompt": "Else?", "id": f"else-{row['id']}"} for row in form_rows(5)]
+    other = write_lines(tmp_path / "other.jsonl", others)
     before = output.read_text()
     label_all(session_on(other, output), "ann")
     assert "22 labels are of other questions" in capsys.readouterr().err
@@ -450,7 +429,7 @@ def test_labels_of_other_questions_are_counted_and_left_alone(form, tmp_path, ca
 def test_a_label_that_cannot_be_read_is_named(form, tmp_path, change):
     output = tmp_path / "labels.jsonl"
     label_all(session_on(form, output), "ann")
-    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    rows = read_lines(output)
     write_lines(output, [*rows[:3], {**rows[3], **change}])
     with pytest.raises(UserError, match=rf"labels.jsonl:4: (\[3\]\.)?{next(iter(change))}"):
         session_on(form, output)
@@ -485,18 +464,15 @@ def test_agreement_is_that_of_a_hand_count(form, tmp_path, capsys):
     session = session_on(form, output)
     label_all(session, "ann")
     label_all(session, "bo", contrary)
-    rows = [json.loads(line) for line in output.read_text().splitlines()]
-    good = {  # for the good response, by person and row
-        (row["judge"], row["id"], row.get("repeat", False)): row["verdict"]
-        if row["first"].startswith("good")
-        else 1 - row["verdict"]
-        for row in rows
-    }
+    rows = read_lines(output)
+    good = {}  # for the good response, by person and row
+    for row in rows:
+        verdict = row["verdict"] if row["first"].startswith("good") else 1 - row["verdict"]
+        good[row["judge"], row["id"], row.get("repeat", False)] = verdict
     alike = sum(good["ann", f"row-{i}", False] == good["bo", f"row-{i}", False] for i in range(20))
     assert 14 <= alike <= 16  # all but rows 0 to 3, and those of 4 and 5 whose bad response bo saw first
-    same = sum(
-        good["bo", name, True] == good["bo", name, False] for judge, name, again in good if again and judge == "bo"
-    )
+    repeated = [name for judge, name, again in good if again and judge == "bo"]
+    same = sum(good["bo", name, True] == good["bo", name, False] for name in repeated)
     first, second, both = agreement_lines(session.labels.values())
     assert first.startswith("ann: 22 answers, 2.0 s each (median); 2 of 2 repeats judged alike (100%")
     assert second.startswith(f"bo: 22 answers, 4.0 s each (median); {same} of 2 repeats judged alike")
@@ -511,11 +487,8 @@ def test_comparisons_are_what_reward_models_read(form, tmp_path):
     output, rows = tmp_path / "labels.jsonl", tmp_path / "comparisons.jsonl"
     session = session_on(form, output)
     label_all(session, "ann")
-    label_all(
-        session,
-        "bo",
-        lambda found: {**prefer(found), "ranks": [0, 0]} if "bad 0" in found["responses"] else prefer(found),
-    )
+    tie = {"ranks": [0, 0]}
+    label_all(session, "bo", lambda found: prefer(found) | (tie if "bad 0" in found["responses"] else {}))
     ties = [label for label in session.labels.values() if label.ranks == (0, 0) and not label.repeat]
     assert len(ties) == 1
     assert write_comparisons(rows, session.labels.values()) == f"{rows}: 39 rows; 5 ties and repeats are left out"
@@ -536,11 +509,10 @@ def test_win_rates_and_evaluations_of_judges_read_the_labels(form, tmp_path):
     assert judge(prompts, goods, bads) == [1.0] * 20 and judge(prompts, bads, goods) == [0.0] * 20
     items: Items = {}
     labeled_items.add_items(str(output), LabelColumns(), items)
-    votes = [
-        item.votes if item.first.startswith("good") else {k: 1 - v for k, v in item.votes.items()}
-        for item in items.values()
-    ]
-    assert votes == [{"ann": 1.0, "bo": 1.0, "cy": 0.0}] * 20
+    for item in items.values():
+        good = float(item.first.startswith("good"))
+        assert item.votes == {"ann": good, "bo": good, "cy": 1 - good}
+    assert len(items) == 20
 
 
 def test_rankings_ratings_and_ties_of_more_responses(tmp_path):
@@ -550,10 +522,8 @@ def test_rankings_ratings_and_ties_of_more_responses(tmp_path):
     found = session.show({"annotator": "ann"})
     assert found["likert"] == 7 and sorted(found["responses"]) == ["one", "three", "two"]
     places, points = {"two": 0, "one": 1, "three": 1}, {"two": 7, "one": 3, "three": 1}
-    answer = {
-        "ranks": [places[text] for text in found["responses"]],
-        "ratings": [points[text] for text in found["responses"]],
-    }
+    answer = {"ranks": [places[text] for text in found["responses"]]}
+    answer["ratings"] = [points[text] for text in found["responses"]]
     with pytest.raises(UserError, match="not whole"):
         session.answer({"annotator": "ann", "number": 0, "ranks": answer["ranks"]})
     session.answer({"annotator": "ann", "number": 0, **answer})
@@ -563,11 +533,8 @@ def test_rankings_ratings_and_ties_of_more_responses(tmp_path):
     assert write_comparisons(rows, [label]) == f"{rows}: 1 rows; 0 ties and repeats are left out"
     task = label_studio_task([label])
     assert task["data"]["prompt"] == argilla_record([label])["fields"]["prompt"] == MESSAGES
-    ranks = {
-        each["to_name"]: each["value"]["number"]
-        for each in task["annotations"][0]["result"]
-        if each["type"] == "number"
-    }
+    results = [each for each in task["annotations"][0]["result"] if each["type"] == "number"]
+    ranks = {each["to_name"]: each["value"]["number"] for each in results}
     assert [ranks[f"response_{n}"] - 1 for n in (1, 2, 3)] == answer["ranks"]
     with pytest.raises(UserError, match=r"labels.jsonl:1: no 'first', 'second', 'verdict'.*leave such rows out"):
         file_judge(output)
@@ -583,7 +550,7 @@ def test_a_response_alone_is_rated(tmp_path):
     with pytest.raises(UserError, match="not whole"):
         session.answer({"annotator": "ann", "number": 0, "ranks": [0]})
     assert "report" in session.answer({"annotator": "ann", "number": 0, "ranks": [0], "ratings": [6]})
-    [row] = [json.loads(line) for line in (tmp_path / "labels.jsonl").read_text().splitlines()]
+    [row] = read_lines(tmp_path / "labels.jsonl")
     assert (row["responses"], row["ratings"]) == (["x"], [6])
     assert [label.ratings for label in session_on(file, tmp_path / "labels.jsonl").labels.values()] == [(6,)]
 
@@ -614,10 +581,8 @@ def test_exports_for_argilla_and_label_studio(form, tmp_path):
     task = next(task for task in tasks if task["data"]["id"] == "row-3")
     assert task["data"]["response_2"] == "good 3" and task["data"]["annotators"] == ["ann", "bo"]
     assert [each["lead_time"] for each in task["annotations"]] == [2.0, 2.0]
-    results = {
-        each["from_name"]: (each["to_name"], each["type"], each["value"]) for each in task["annotations"][0]["result"]
-    }
-    assert results == {
+    results = task["annotations"][0]["result"]
+    assert {each["from_name"]: (each["to_name"], each["type"], each["value"]) for each in results} == {
         "comment": ("prompt", "textarea", {"text": ["so"]}),
         "preference": ("prompt", "choices", {"choices": ["response_2"]}),
         "rating_1": ("response_1", "rating", {"rating": 2}),
@@ -657,13 +622,8 @@ def test_two_annotators_label_in_a_browser_by_keyboard_and_a_reward_model_learns
             texts = page.locator("article .text").all_inner_texts()
             number, better = int(texts[0].split()[1]), "bad" if name == "bo" and texts[0].endswith(" 1") else "good"
             tie = name == "bo" and number == 0
-            key = (
-                "0"
-                if tie
-                else ("1", "ArrowLeft")[number % 2]
-                if texts[0].startswith(better)
-                else ("2", "ArrowRight")[number % 2]
-            )
+            keys = ("1", "ArrowLeft") if texts[0].startswith(better) else ("2", "ArrowRight")
+            key = "0" if tie else keys[number % 2]
             place = page.inner_text("#place")
             page.keyboard.press(key)
             page.keyboard.press("Enter")
@@ -721,24 +681,15 @@ def test_two_annotators_label_in_a_browser_by_keyboard_and_a_reward_model_learns
     pairs = {pair for name, pair, again in given if not again}
     alike = sum(given["ann", pair, False] == given["bo", pair, False] for pair in pairs)
     kappa = hand_kappa([label.row() for label in labels.values()], "ann", "bo")
-    assert (
-        len(pairs) == 20
-        and alike == 18
-        and f"ann and bo; 18 of 20 pairs judged alike (90%, kappa {kappa:.2f})" in shown
-    )
+    assert len(pairs) == 20 and alike == 18
+    assert f"ann and bo; 18 of 20 pairs judged alike (90%, kappa {kappa:.2f})" in shown
 
     comparisons = tmp_path / "comparisons.jsonl"
     assert main(["label", str(form), "--output", str(output), "--comparisons", str(comparisons)]) == 0
     assert f"{comparisons}: 39 rows; 5 ties and repeats are left out" in capsys.readouterr().out
     policy, run = write_checkpoint(tmp_path / "policy", "llama"), tmp_path / "reward"
-    settings = [
-        f"policy={policy}",
-        f"data.train={comparisons}",
-        f"output={run}",
-        "data.evaluation=null",
-        "training.max_steps=30",
-        "training.batch_size=8",
-    ]
+    settings = [f"policy={policy}", f"data.train={comparisons}", f"output={run}", "data.evaluation=null"]
+    settings += ["training.max_steps=30", "training.batch_size=8"]
     assert main(["reward", "reward/tiny", *settings]) == 0
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = read_lines(run / "metrics.jsonl")
     assert lines[-1]["accuracy"] >= 0.8

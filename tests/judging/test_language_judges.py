@@ -19,6 +19,7 @@ from alignment.judging.faults import length_warnings, position_warnings
 from alignment.judging.judges import length_effect, longer_judge, majority_verdicts
 from alignment.judging.templates import TEMPLATES, load_template, mark_of, question_text, read_answer
 from alignment.loading import load_model, load_tokenizer
+from tests.conftest import read_lines
 from tests.stub_server import serving
 
 CHAT = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
@@ -75,20 +76,16 @@ def slow(body, count):
     return fair(body, count)
 
 
+def every_tenth(answer):
+    return lambda body, count: answer if count % 10 == 0 else fair(body, count)
+
+
 PLANTED = {
     "fair": (fair, None, {}),
     "first": (lambda body, count: said("A"), "prefers the response shown first", {}),
     "longer": (longer, "longer response wins 100", {}),
-    "failing": (
-        lambda b, n: (500, {}, "") if n % 10 == 0 else fair(b, n),
-        r"without an answer: status 500 \(8 times\)",
-        {},
-    ),
-    "garbage": (
-        lambda b, n: said("Well, who knows?") if n % 10 == 0 else fair(b, n),
-        "8 of 80 answers cannot be read",
-        {},
-    ),
+    "failing": (every_tenth((500, {}, "")), r"without an answer: status 500 \(8 times\)", {}),
+    "garbage": (every_tenth(said("Well, who knows?")), "8 of 80 answers cannot be read", {}),
     "slow": (slow, r"the judge is slow, 0\.\d s", {"timeout_seconds": 0.85, "requests": 4}),
 }
 
@@ -105,12 +102,8 @@ def test_a_planted_fault_of_a_service_is_named_and_a_fair_judge_has_none(mode, t
     if mode == "fair":
         assert (result.win_rate.wins, result.inconsistent["count"], result.failures) == (N, 0, 0)
         usage = judge.usage()
-        assert (usage["calls"], usage["made_now"], usage["prompt_tokens"], usage["answer_tokens"]) == (
-            80,
-            80,
-            8000,
-            160,
-        )
+        counts = {"calls": 80, "made_now": 80, "prompt_tokens": 8000, "answer_tokens": 160}
+        assert usage.items() >= counts.items()
     if mode == "first":
         assert (result.win_rate.rate, result.inconsistent["count"], result.position_bias["rate"]) == (0.5, N, 1.0)
     if mode == "longer":
@@ -154,7 +147,7 @@ def test_a_judge_that_mostly_fails_ends_the_run_early_and_says_why(tmp_path):
 
 def test_the_length_effect_is_that_of_a_worked_example():
     # Lengths + 1 of (ours, baseline): 2:1, 1:2, 4:1, 1:1; log2 ratios 1, -1, 2, 0; verdicts 1, 0, 1, 1/2.
-    effect = length_effect(["a", "", "aaa", "q"], ["", "b", "", "r"], [1.0, 0.0, 1.0, 0.5])
+    effect = length_effect(["a", "", "aaa", "q"], ["", "b", "", "r"], [1.0, 0.0, 1.0, 0.5], range(4), [False] * 4)
     longer, slope = effect["longer_preferred"], effect["length_slope"]
     assert longer is not None and slope is not None
     assert (longer["rate"], longer["n"]) == (1.0, 3)  # the longer one wins all three that differ
@@ -163,10 +156,11 @@ def test_the_length_effect_is_that_of_a_worked_example():
     rests = [1 - 0.625 - 0.35 * 0.5, 0 - 0.625 + 0.35 * 1.5, 1 - 0.625 - 0.35 * 1.5, 0.5 - 0.625 + 0.35 * 0.5]
     squares = sum((x - 0.5) ** 2 * rest**2 for x, rest in zip([1, -1, 2, 0], rests, strict=True))
     assert slope["high"] - slope["slope"] == pytest.approx(1.959964 * (4 / 3 * squares) ** 0.5 / 5)
-    twice = length_effect(["a", "", "aaa", "q"] * 2, ["", "b", "", "r"] * 2, [1.0, 0.0, 1.0, 0.5] * 2, [0, 1, 2, 3] * 2)
+    rows = ["a", "", "aaa", "q"] * 2, ["", "b", "", "r"] * 2, [1.0, 0.0, 1.0, 0.5] * 2
+    twice = length_effect(*rows, [0, 1, 2, 3] * 2, [False] * 8)
     assert twice["length_slope"] == pytest.approx(slope)  # rows that say the same again narrow nothing
-    assert length_effect(["a"], ["b"], [1.0]) == {"longer_preferred": None, "length_slope": None}
-    assert length_effect(["aa"] * 4, ["b"] * 4, [1.0] * 4)["length_slope"] is None
+    assert length_effect(["a"], ["b"], [1.0], [0], [False]) == {"longer_preferred": None, "length_slope": None}
+    assert length_effect(["aa"] * 4, ["b"] * 4, [1.0] * 4, range(4), [False] * 4)["length_slope"] is None
 
 
 # --- calls that are made once ----------------------------------------------------------------------------------------
@@ -299,21 +293,14 @@ def test_what_a_response_says_changes_nothing_of_the_form_of_a_question(text, na
 @pytest.mark.parametrize("text", HOSTILE[:4])
 def test_a_judge_that_repeats_what_it_reads_lets_no_response_win(text, tmp_path):
     """An echo of the whole question, of the first response or of the last one gives failures and ties, never a win."""
-    echoes = [
-        lambda b, n: said(b["messages"][0]["content"]),
-        lambda b, n: said(shown(b)[1]),
-        lambda b, n: said(shown(b)[2]),
-    ]
+    echoes = [lambda body: body["messages"][0]["content"], lambda body: shown(body)[1], lambda body: shown(body)[2]]
     for number, echo in enumerate(echoes):
-        with serving(echo) as server:
+        with serving(lambda body, count, echo=echo: said(echo(body))) as server:
             judge = judge_of(server, tmp_path / str(number), max_failed_share=1.0)
-            verdicts = [
-                judge(PROMPTS[:4], *sides) for sides in ((["plain"] * 4, [text] * 4), ([text] * 4, ["plain"] * 4))
-            ]
-        for one, other in zip(*verdicts, strict=True):
-            assert (
-                one is None or other is None or one == other
-            )  # equal verdicts for the first place contradict each other
+            plain, hostile = ["plain"] * 4, [text] * 4
+            verdicts = judge(PROMPTS[:4], plain, hostile), judge(PROMPTS[:4], hostile, plain)
+        for one, other in zip(*verdicts, strict=True):  # equal verdicts for the first place contradict each other
+            assert one is None or other is None or one == other
 
 
 @pytest.mark.parametrize(
@@ -371,9 +358,8 @@ def test_a_missing_key_is_told_before_anything_is_asked(monkeypatch):
 def test_a_rubric_asks_once_about_each_response_and_the_higher_rating_wins(tmp_path):
     def rate(body, count):
         prompt, response = shown(body)
-        return said(
-            f"It is {response}.\n{'6' if response.startswith('ours') else '7' if prompt == 'question 1' else '3'}"
-        )
+        rating = "6" if response.startswith("ours") else "7" if prompt == "question 1" else "3"
+        return said(f"It is {response}.\n{rating}")
 
     with serving(rate) as server:
         for _ in range(2):
@@ -382,10 +368,9 @@ def test_a_rubric_asks_once_about_each_response_and_the_higher_rating_wins(tmp_p
             assert result.verdicts == [0.0 if i == 1 else 1.0 for i in range(N)] and result.inconsistent["count"] == 0
         assert len(server.requests) == 2 * N
         assert "First give your reasons" in server.requests[0][0]["messages"][0]["content"]
-        assert judge_of(server, tmp_path, judge_template="rubric", tie_margin=3)(
-            PROMPTS[:1], OURS[:1], BASELINE[:1]
-        ) == [0.5]
-    rows = [json.loads(line) for line in (tmp_path / "ratings.jsonl").read_text().splitlines()]
+        near = judge_of(server, tmp_path, judge_template="rubric", tie_margin=3)
+        assert near(PROMPTS[:1], OURS[:1], BASELINE[:1]) == [0.5]
+    rows = read_lines(tmp_path / "ratings.jsonl")
     assert {row["rating"] for row in rows} == {3.0, 6.0, 7.0} and "response" in rows[0]
     assert {row.verdict for row in read_judgments(tmp_path / "judgments.jsonl")} >= {0.0, 1.0}
 
@@ -395,11 +380,8 @@ def test_a_service_s_log_probabilities_give_the_verdict_and_its_probability(tmp_
         assert (body["logprobs"], body["top_logprobs"], body["max_tokens"]) == (True, 20, 1)
         top = [{"token": " a", "logprob": -0.5}, {"token": "A", "logprob": -3.0}, {"token": "B", "logprob": -1.0}]
         top = top if "question 0" in body["messages"][0]["content"] else [{"token": "the", "logprob": -0.1}]
-        return (
-            200,
-            {},
-            json.dumps({"choices": [{"message": {"content": "?"}, "logprobs": {"content": [{"top_logprobs": top}]}}]}),
-        )
+        choice = {"message": {"content": "?"}, "logprobs": {"content": [{"top_logprobs": top}]}}
+        return 200, {}, json.dumps({"choices": [choice]})
 
     with serving(answer) as server:
         judge = judge_of(server, tmp_path, endpoint={"logprobs": True}, max_failed_share=1.0)
@@ -469,7 +451,7 @@ def test_the_labels_log_probabilities_are_those_of_a_direct_forward(form, templa
     network, tokenizer = load_model(source), load_tokenizer(source)
     rated = template == "rubric"
     file, labels = ("ratings.jsonl", "1234567") if rated else ("judgments.jsonl", "ABC")
-    rows = [json.loads(line) for line in (tmp_path / file).read_text().splitlines()]
+    rows = read_lines(tmp_path / file)
     assert len(rows) == (4 if rated else 2)
     for row in rows:
         texts = [row["response"]] if rated else [row["first"], row["second"]]
@@ -492,7 +474,9 @@ def test_a_model_judges_in_both_orders_and_is_loaded_only_where_something_is_new
     config = JudgeConfig(judge="model", judge_model=model["chat"])
     result = compare(PROMPTS[:6], OURS[:6], BASELINE[:6], build_judge(config, tmp_path))
     assert len(read_judgments(tmp_path / "judgments.jsonl")) == 12 and result.inconsistent["n"] == 6
-    monkeypatch.setattr("alignment.judging.language_judges.load_model", lambda *_, **__: pytest.fail("loaded again"))
+    monkeypatch.setattr(
+        "alignment.judging.language_judges.load_on_best_device", lambda *_, **__: pytest.fail("loaded again")
+    )
     assert compare(PROMPTS[:6], OURS[:6], BASELINE[:6], build_judge(config, tmp_path)) == result
 
 
@@ -500,7 +484,7 @@ def test_a_model_without_finite_numbers_is_no_judge(model, tmp_path, monkeypatch
     """[B-H1] Neither label is likelier than the other."""
     network = load_model(model["plain"])
     network.trunk.norm.weight.data.fill_(float("nan"))
-    monkeypatch.setattr("alignment.judging.language_judges.load_model", lambda *_, **__: network)
+    monkeypatch.setattr("alignment.judging.language_judges.load_on_best_device", lambda *_, **__: network)
     judge = build_judge(JudgeConfig(judge="model", judge_model=model["plain"]), tmp_path)
     with pytest.raises(UserError, match=r"row 1: .*not finite"):
         judge(PROMPTS[:2], OURS[:2], BASELINE[:2])

@@ -291,14 +291,16 @@ def figures_of(settings: Benchmark, clusters: np.ndarray, ours: Columns, theirs:
             low = high = math.nan
         elif name not in shares:
             low, high = np.nanquantile([one[name] for one in drawn], (0.025, 0.975)).tolist()
-        elif theirs is None:
-            share = win_rate(ours[name].tolist(), clusters=clusters.tolist())
-            low = share.low
-            high = share.high
         else:
-            gain = accuracy_gain(ours[name].tolist(), theirs[name].tolist(), clusters.tolist())
-            low = gain["low"]
-            high = gain["high"]
+            rows = ours[name].tolist()
+            names = clusters.tolist()
+            bounds = (
+                vars(win_rate(rows, clusters=names))
+                if theirs is None
+                else accuracy_gain(rows, theirs[name].tolist(), names)
+            )
+            low = bounds["low"]
+            high = bounds["high"]
         if name not in shares and low == high:  # no draw differs
             low = high = math.nan
         figure |= {"low": low, "high": high}

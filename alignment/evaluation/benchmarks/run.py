@@ -21,7 +21,7 @@ from alignment.evaluation.benchmarks.figures import (
 from alignment.evaluation.benchmarks.tasks import TEXT_METRICS, LoadedBenchmark, read_task
 from alignment.files import read_json_object, write_figures
 from alignment.judging.likelihood import LanguageScorer
-from alignment.loading import Checkpoint, best_device, load_model, load_tokenizer
+from alignment.loading import Checkpoint, load_on_best_device, load_tokenizer
 from alignment.models.weights_config import WeightsConfig
 from alignment.settings import NonNegativeInt, PositiveInt, Rule, Settings
 
@@ -108,15 +108,15 @@ def run(config: BenchmarksConfig) -> Path:
     measured = {task.name: dict[str, Columns]() for task in tasks}
     foreign = dict[str, object]()
     for name, source in models.items():
-        model = load_model(source, config.weights.dtype, best_device(), quantize=config.weights.quantize)
+        model = load_on_best_device(source, config.weights)
         scorer = LanguageScorer(model, load_tokenizer(source, config.chat_template), config.chat)
         for task in tasks:
             measured[task.name][name] = measure(task, scorer, classify)
         if run_tasks is not None:
             foreign[name] = run_tasks(scorer)
     results = {task.name: task_results(task, measured[task.name], config.baseline) for task in tasks}
-    write_figures(Path(config.output) / "results.json", {"models": models, "tasks": results, "lm_eval": foreign})
-    return Path(config.output) / "results.json"
+    figures = {"models": models, "tasks": results, "lm_eval": foreign}
+    return write_figures(Path(config.output) / "results.json", figures)
 
 
 def refuse_models(config: BenchmarksConfig, models: Mapping[str, str], tasks: Sequence[LoadedBenchmark]) -> None:
