@@ -24,6 +24,7 @@ import ctypes
 import importlib
 import io
 import json
+import math
 import operator
 import os
 import signal
@@ -268,48 +269,30 @@ ERRORS = {  # modules whose exceptions are made anew where the tests are
 STEERING = (StopIteration, StopAsyncIteration, GeneratorExit)  # end a loop of the tests without a failure
 HIDDEN = (types.ModuleType, types.FrameType, types.CodeType, types.TracebackType)
 SHOWN = {"__name__", "__qualname__", "__doc__", "__module__"}  # of the special attributes that the tests give away
-OPERATORS = (
-    "add",
-    "sub",
-    "mul",
-    "truediv",
-    "floordiv",
-    "mod",
-    "pow",
-    "matmul",
-    "lshift",
-    "rshift",
-    "and",
-    "or",
-    "xor",
-)
-ARITHMETIC = {f"__{name}__": getattr(operator, f"__{name}__") for name in OPERATORS}
+
+
+def special(module: types.ModuleType, *names: str) -> "dict[str, object]":
+    """Functions of a module by the names of the special methods that they call."""
+    return {f"__{name}__": getattr(module, name) for name in names}
+
+
+ARITHMETIC = special(operator, "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "lshift", "rshift")
+ARITHMETIC |= {"__and__": operator.and_, "__or__": operator.or_, "__xor__": operator.xor}
 REVERSED = {f"__r{name[2:]}": (lambda x, y, action=action: action(y, x)) for name, action in ARITHMETIC.items()}
-COMPARISONS = {f"__{name}__": getattr(operator, name) for name in ["eq", "ne", "lt", "le", "gt", "ge"]}
-CONVERSIONS = {
-    "__int__": int,
-    "__float__": float,
-    "__complex__": complex,
-    "__index__": operator.index,
-    "__abs__": abs,
-    "__round__": round,
-    "__bool__": bool,
-    "__neg__": operator.neg,
-    "__pos__": operator.pos,
-    "__invert__": operator.invert,
-    "__trunc__": lambda x: x.__trunc__(),
-    "__floor__": lambda x: x.__floor__(),
-    "__ceil__": lambda x: x.__ceil__(),
-}
-OTHERS = {
-    "__len__": len, "__hash__": hash, "__str__": str, "__repr__": repr, "__format__": format, "__iter__": iter,
-    "__next__": next, "__reversed__": reversed, "__contains__": operator.contains, "__getitem__": operator.getitem,
-    "__setitem__": operator.setitem, "__delitem__": operator.delitem,
-    "__call__": lambda x, *items, **named: x(*items, **named), "__enter__": lambda x: type(x).__enter__(x),
+COMPARISONS = special(operator, "eq", "ne", "lt", "le", "gt", "ge")
+CONVERSIONS = special(builtins, "int", "float", "complex", "abs", "round", "bool")
+CONVERSIONS |= special(operator, "index", "neg", "pos", "invert") | special(math, "trunc", "floor", "ceil")
+OTHERS = special(builtins, "len", "hash", "str", "repr", "format", "iter", "next", "reversed")
+OTHERS |= special(operator, "contains", "getitem", "setitem", "delitem")
+OTHERS |= {
+    "__call__": lambda x, *items, **named: x(*items, **named),
+    "__enter__": lambda x: type(x).__enter__(x),
     "__exit__": lambda x, *items: type(x).__exit__(x, *items, None),
-    "__copy__": lambda x: sys.modules["copy"].copy(x), "__deepcopy__": lambda x: sys.modules["copy"].deepcopy(x),
-    "__setattr__": setattr, "__delattr__": delattr,
-}  # fmt: skip
+    "__copy__": lambda x: sys.modules["copy"].copy(x),
+    "__deepcopy__": lambda x: sys.modules["copy"].deepcopy(x),
+    "__setattr__": setattr,
+    "__delattr__": delattr,
+}
 OPERATIONS = {**ARITHMETIC, **REVERSED, **COMPARISONS, **CONVERSIONS, **OTHERS}
 READING = {  # methods that look at the content of a list or a set: no answer overrides them
     "__iter__",
@@ -492,10 +475,8 @@ class Peer:
         self.asked = self.asked or action != "names"
         object_number = None if target is None else self.numbers[id(target)]
         mixed = self.judges and (
-            object_number in self.mixed or (action in ARITHMETIC.keys() | REVERSED and not is_remote(items[0]))
-        )
-        mixed = mixed or (
-            self.judges and bool(items) and is_remote(items[0]) and self.numbers[id(items[0])] in self.mixed
+            (action in ARITHMETIC.keys() | REVERSED and not is_remote(items[0]))
+            or any(self.numbers.get(id(operand)) in self.mixed for operand in (target, *items[:1]))
         )
         self.send(
             {
@@ -573,10 +554,8 @@ class Peer:
                     changes.append([object_number, *self.kind_of(container), [self.encode(item) for item in items]])
                 del container, before, items
         dropped = []
-        while (
-            dead := []
-            if self.receiving
-            else [
+        while not self.receiving and (
+            dead := [
                 object_number
                 for object_number in self.contents
                 if type(self.objects[object_number]) in CONTAINERS and sys.getrefcount(self.objects[object_number]) <= 2
@@ -672,8 +651,11 @@ class Peer:
             return ["known", -self.numbers[id(value)]]
         if isinstance(value, HIDDEN) and self.judges:
             raise TypeError(f"a {kind.__name__} is not given away")
-        if kind.__name__ in VALUES.get(kind.__module__, ()) and standard(kind.__module__, kind.__name__) is kind:
-            return ["value", kind.__module__, kind.__name__, *map(self.encode, parts_of(value))]
+        standard_kind = standard_name(kind)
+        if standard_kind and standard_kind[1] in VALUES.get(standard_kind[0], ()):
+            return ["value", *standard_kind, *map(self.encode, parts_of(value))]
+        if standard_kind and isinstance(value, BaseException):
+            return ["error", self.encode(kind), *map(self.encode, value.args)]
         if (isinstance(value, type) or (self.judges and callable(value))) and (name := standard_name(value)):
             return ["standard", *name]
         self.last = object_number = self.last + 1
@@ -690,14 +672,11 @@ class Peer:
             return ["known", -object_number]
         if kind is types.CoroutineType:
             return ["await", object_number]
-        if isinstance(value, BaseException) and standard_name(kind):
-            del self.objects[object_number], self.numbers[id(value)]
-            return ["error", self.encode(kind), *map(self.encode, value.args)]
         content = builtin_base(CONTENTS, value)
         parts = [] if content is None else [plain_content(content, value)]
         if isinstance(value, BaseException):
             parts = value.args
-        encoded_class = self.encode(kind) if standard_name(kind) is None and kind.__module__ != "builtins" else None
+        encoded_class = self.encode(kind) if standard_kind is None and kind.__module__ != "builtins" else None
         return ["object", object_number, encoded_class, *map(self.encode, parts)]  # the class first, as it is decoded
 
     def decode(self, value: object) -> object:
@@ -724,12 +703,13 @@ class Peer:
     def decode_standard(self, module: str, name: str) -> object:
         """A class or function of the library; where the tests are, classes of values and errors only."""
         value = standard(module, name)
-        if self.judges:
-            known = module == "builtins" or name in VALUES.get(module, ()) or value in CONTAINERS
-            known = known or (module in ERRORS and isinstance(value, type) and issubclass(value, Exception))
-            if not known or not isinstance(value, type):
-                return type.__new__(RemoteClass, str(name), (Remote,), {"__slots__": ()})
-        return value
+        known = isinstance(value, type) and (
+            module == "builtins"
+            or name in VALUES.get(module, ())
+            or value in CONTAINERS
+            or (module in ERRORS and issubclass(value, Exception))
+        )
+        return value if known or not self.judges else mirror(name, [], [])
 
     def decode_object(self, mark: str, number: int, rest: "list[object]") -> object:
         """A stand-in for an object, a class or a coroutine of the other end."""
@@ -798,23 +778,15 @@ def overridden(kind: type) -> "list[str]":
 
 def plain_content(kind: type, value: object) -> object:
     """The content of an object of a derived class, by the methods of its built-in type."""
-    if kind in (tuple, frozenset):
-        return kind(kind.__iter__(value))
-    if kind is complex:
-        return complex(complex.real.__get__(value), complex.imag.__get__(value))
     if kind is str:
         return str.__str__(value)
-    return bytes(memoryview(value)) if kind is bytes else getattr(kind, f"__{kind.__name__}__")(value)
+    return kind(kind.__iter__(value)) if kind in (bytes, tuple, frozenset) else kind.__pos__(value)
 
 
 def parts_of(value: object) -> "tuple[object, ...]":
     """The arguments from which the type of a value of `VALUES` makes it anew."""
     if isinstance(value, complex):
         return value.real, value.imag
-    if isinstance(value, (range, slice)):
-        return value.start, value.stop, value.step
-    if type(value).__name__ == "Fraction":
-        return value.numerator, value.denominator
     return value.__reduce_ex__(2)[1]
 
 
