@@ -136,7 +136,7 @@ def _send_once(service: ServiceSpec, body: bytes | None, *, text_too: bool) -> o
         headers["Authorization"] = f"Bearer {_key(service.key_variable)}"
     target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     try:
-        with contextlib.closing(kind(parts.hostname or "", parts.port, timeout=service.timeout_seconds)) as connection:
+        with contextlib.closing(kind(parts.netloc, timeout=service.timeout_seconds)) as connection:
             connection.connect()
             with _shut_at(deadline, connection.sock):
                 connection.request("GET" if body is None else "POST", target, body, headers)

@@ -84,7 +84,7 @@ def run_role() -> None:
         return
     module = types.ModuleType(f"__{role}__")  # dataclasses look their module up
     sys.modules[module.__name__] = module
-    vars(module).update(NAMES, __name__=module.__name__)
+    vars(module).update(NAMES)
     NAMES = vars(module)
     if role == "answer":
         PEER = Peer(requests, private(1), None, judges=False)
@@ -341,9 +341,14 @@ class Remote(metaclass=RemoteClass):
 
 
 def operation(name: str) -> object:
-    """The method that asks the other process for an operator."""
+    """The method that asks the other process for an operator; built-in content is read and compared here."""
+    kinds = (list, set) if name in READING else ()
+    if name == "__bool__":
+        kinds = (*CONTAINERS, str, bytes, tuple, frozenset)
 
     def method(self, *items, **named):
+        if kind := builtin_base(kinds, self):
+            return kind.__len__(self) > 0 if name == "__bool__" else getattr(kind, name)(self, *items)
         if name in ("__deepcopy__", "__exit__"):  # what else was copied, and the traceback, stay here
             items = items[:-1]
         return PEER.ask(name, self, *items, **named)
@@ -354,17 +359,7 @@ def operation(name: str) -> object:
         kind = builtin_base(CONTAINERS, self)
         return getattr(kind, name)(self, other) if kind else NotImplemented
 
-    def is_true(self):
-        kind = builtin_base((*CONTAINERS, str, bytes, tuple, frozenset), self)
-        return kind.__len__(self) > 0 if kind else PEER.ask(name, self)
-
-    def read(self, *items):
-        kind = builtin_base((list, set), self)
-        return getattr(kind, name)(self, *items) if kind else PEER.ask(name, self, *items)
-
-    if name in READING:
-        return read
-    return {"__bool__": is_true}.get(name, compare if name in COMPARISONS else method)
+    return compare if name in COMPARISONS else method
 
 
 def builtin_base(kinds: "tuple[type, ...]", value: object) -> "type | None":
@@ -619,9 +614,8 @@ class Peer:
         kind = type(container)
         if kind not in CONTAINERS:
             return "", None
-        if kind is collections.deque:
-            return kind.__name__, container.maxlen
-        return kind.__name__, self.encode(container.default_factory) if kind is collections.defaultdict else None
+        argument = "maxlen" if kind is collections.deque else "default_factory"
+        return kind.__name__, self.encode(getattr(container, argument, None))
 
     def add(self, number: int, value: object) -> object:
         """Give a value a number."""
@@ -695,10 +689,10 @@ class Peer:
     def decode_error(self, *parts: object) -> Exception:
         """An exception of the library, made anew; an `AnswerError` where that is not possible."""
         kind, *items = map(self.decode, parts)
-        try:
-            return AnswerError(*items) if type(kind) is RemoteClass else kind(*items)
-        except TypeError:
-            return AnswerError(*items)
+        if type(kind) is not RemoteClass:
+            with contextlib.suppress(TypeError):
+                return kind(*items)
+        return AnswerError(*items)
 
     def decode_standard(self, module: str, name: str) -> object:
         """A class or function of the library; where the tests are, classes of values and errors only."""
@@ -767,7 +761,7 @@ def mirror(name: str, own: "list[str]", bases: "list[type]") -> type:
     try:
         return type.__new__(RemoteClass, name, tuple(bases), names)
     except TypeError:  # bases that do not go together
-        return type.__new__(RemoteClass, name, (Remote,), {"__slots__": ()})
+        return mirror(name, [], [])
 
 
 def overridden(kind: type) -> "list[str]":
