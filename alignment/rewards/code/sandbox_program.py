@@ -276,9 +276,10 @@ def special(module: types.ModuleType, *names: str) -> "dict[str, object]":
     return {f"__{name}__": getattr(module, name) for name in names}
 
 
-ARITHMETIC = special(operator, "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "lshift", "rshift")
-ARITHMETIC |= {"__and__": operator.and_, "__or__": operator.or_, "__xor__": operator.xor}
-REVERSED = {f"__r{name[2:]}": (lambda x, y, action=action: action(y, x)) for name, action in ARITHMETIC.items()}
+FORWARD = special(operator, "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "lshift", "rshift")
+FORWARD |= {"__and__": operator.and_, "__or__": operator.or_, "__xor__": operator.xor}
+REVERSED = {f"__r{name[2:]}": (lambda x, y, action=action: action(y, x)) for name, action in FORWARD.items()}
+ARITHMETIC = FORWARD | REVERSED
 COMPARISONS = special(operator, "eq", "ne", "lt", "le", "gt", "ge")
 CONVERSIONS = special(builtins, "int", "float", "complex", "abs", "round", "bool")
 CONVERSIONS |= special(operator, "index", "neg", "pos", "invert") | special(math, "trunc", "floor", "ceil")
@@ -293,7 +294,7 @@ OTHERS |= {
     "__setattr__": setattr,
     "__delattr__": delattr,
 }
-OPERATIONS = {**ARITHMETIC, **REVERSED, **COMPARISONS, **CONVERSIONS, **OTHERS}
+OPERATIONS = ARITHMETIC | COMPARISONS | CONVERSIONS | OTHERS
 READING = {  # methods that look at the content of a list or a set: no answer overrides them
     "__iter__",
     "__len__",
@@ -470,7 +471,7 @@ class Peer:
         self.asked = self.asked or action != "names"
         object_number = None if target is None else self.numbers[id(target)]
         mixed = self.judges and (
-            (action in ARITHMETIC.keys() | REVERSED and not is_remote(items[0]))
+            (action in ARITHMETIC and not is_remote(items[0]))
             or any(self.numbers.get(id(operand)) in self.mixed for operand in (target, *items[:1]))
         )
         self.send(
@@ -488,7 +489,7 @@ class Peer:
             steers = isinstance(error, STEERING) and not (action == "__next__" and isinstance(error, StopIteration))
             raise error if isinstance(error, BaseException) and not steers else AnswerError("raised by the answer")
         value = message.pop("value")
-        if mixed and action in {**ARITHMETIC, **REVERSED, **CONVERSIONS}:
+        if mixed and (action in ARITHMETIC or action in CONVERSIONS):
             if not is_remote(value):
                 raise AnswerError("an object of the answer in place of a number")
             self.mixed.add(self.numbers[id(value)])
@@ -627,8 +628,7 @@ class Peer:
 
     def forget(self, number: int) -> None:
         """Take a container's number back: it is a value like others from now on."""
-        del self.contents[number], self.numbers[id(self.objects[number])]
-        del self.objects[number]
+        del self.contents[number], self.numbers[id(self.objects.pop(number))]
 
     def encode(self, value: object) -> object:
         """A value as JSON."""
@@ -740,7 +740,7 @@ def finished(coroutine: object) -> object:
 
 
 # What the other end may ask for, of an object that is here.
-ACTIONS = {**OPERATIONS, "get": getattr, "await": finished}
+ACTIONS = OPERATIONS | {"get": getattr, "await": finished}
 
 
 def mirror(name: str, own: "list[str]", bases: "list[type]") -> type:
@@ -756,7 +756,7 @@ def mirror(name: str, own: "list[str]", bases: "list[type]") -> type:
     if first:
         shown = {"__str__", "__repr__", "__format__"}
         if issubclass(first[0], tuple):
-            shown |= {"__setattr__", *(ARITHMETIC.keys() | REVERSED) & set(own)}
+            shown |= {"__setattr__", *ARITHMETIC.keys() & set(own)}
         names |= {method: vars(Remote)[method] for method in shown}
     try:
         return type.__new__(RemoteClass, name, tuple(bases), names)
@@ -767,7 +767,7 @@ def mirror(name: str, own: "list[str]", bases: "list[type]") -> type:
 def overridden(kind: type) -> "list[str]":
     """The operators that a class or its bases define outside the library."""
     names = [name for cls in kind.__mro__ if standard_name(cls) is None for name in vars(cls)]
-    return [name for name in names if name in ARITHMETIC or name in REVERSED]
+    return [name for name in names if name in ARITHMETIC]
 
 
 def plain_content(kind: type, value: object) -> object:
