@@ -31,6 +31,7 @@ import signal
 import struct
 import symtable
 import sys
+import time
 import types
 
 # exit codes: no sandbox on this machine; the other process is gone
@@ -135,8 +136,7 @@ def imported(code: str) -> "list[str]":
 
 def use_loop_without_sockets() -> None:
     """Let asyncio make event loops that wait for time alone."""
-    asyncio = sys.modules["asyncio"]
-    time = importlib.import_module("time")
+    import asyncio  # loaded by now; few answers need it, and it takes long
 
     class Loop(asyncio.BaseEventLoop):
         """Its own selector, in which nothing ever happens."""
