@@ -1,14 +1,13 @@
 """Rewards: the worth of a sampled response, from reward models, Python functions, rules, checked answers and judges.
 
 specs.py holds the settings (`rewards`), build.py makes the score function of them, combine.py is that function. Each
-kind has a file: functions.py, answers.py (lengths and patterns too), code.py (which runs code in the process of
-sandbox.py) and judge.py.
+kind has a file: functions.py, answers.py (lengths and patterns too) and judge.py, or a folder: code/.
 """
 
 from alignment.rewards.answers import extract_number, gsm8k_answer, is_right, normalized_text
-from alignment.rewards.code import extract_code, share_of_tests
+from alignment.rewards.code.sandbox import SandboxLimits, passes, run_program
+from alignment.rewards.code.unit_tests import extract_code, share_of_tests
 from alignment.rewards.combine import RewardPart, Rewards, SampledTexts, Scores
-from alignment.rewards.sandbox import SandboxLimits, passes, run_program
 from alignment.rewards.specs import AnswerSpec, CodeSpec, JudgeSpec, LengthSpec, MatchSpec, RewardSpec
 
 __all__ = [

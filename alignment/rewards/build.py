@@ -17,11 +17,11 @@ from alignment.errors import UserError, raise_all
 from alignment.generation import response_text
 from alignment.reward_model import RewardModel
 from alignment.rewards.answers import answer_rewards, length_rewards, match_rewards, reference_problem
-from alignment.rewards.code import code_rewards, failing_solutions, tests_problem
+from alignment.rewards.code.sandbox import require_sandbox
+from alignment.rewards.code.unit_tests import code_rewards, failing_solutions, tests_problem
 from alignment.rewards.combine import PartNormalizer, Reduce, RewardPart, Rewards, SampledTexts, Scorer, TextReward
 from alignment.rewards.functions import columns_of, function_reward, load_reward_function
 from alignment.rewards.judge import check_key, judge_reward
-from alignment.rewards.sandbox import require_sandbox
 from alignment.rewards.specs import AnswerSpec, CodeSpec, JudgeSpec, MatchSpec, RewardSpec, names_of
 
 SHOWN = 3  # rows named in a message

@@ -81,17 +81,21 @@ def load_own(name: str, what: str) -> Any:
 def function_files(rewards: Sequence[RewardSpec], judge: str = "") -> dict[str, list[Path]]:
     """The source file of each reward function and of the function of a `judge`, by dotted key, where it is found."""
     definitions: dict[str, object] = {}
-    with suppress(ImportError, ValueError):
-        definitions |= {"judge": import_own(judge.partition(":")[0])} if ":" in judge else {}
+    if ":" in judge:
+        with suppress(ImportError, ValueError):
+            definitions["judge"] = import_own(judge.partition(":")[0])
     for index, spec in enumerate(rewards):
+        if spec.function is None:
+            continue
         with suppress(UserError):
-            function = load_reward_function(spec.function) if spec.function else None
+            function = load_reward_function(spec.function)
             definitions[f"rewards.{index}.function"] = function if inspect.isroutine(function) else type(function)
     files: dict[str, list[Path]] = {}
     for key, definition in definitions.items():
         with suppress(TypeError):  # what is written in C has no file, and a notebook's cell names one that is not there
             file = Path(inspect.getsourcefile(cast(type, definition)) or "")
-            files |= {key: [file]} if file.is_file() else {}
+            if file.is_file():
+                files[key] = [file]
     return files
 
 
@@ -111,9 +115,6 @@ def _own_folders() -> list[str]:
 def columns_of(function: RewardFunction, name: str) -> list[str]:
     """The columns that a function needs: arguments without a default, except prompts, responses and completions."""
     arguments = inspect.signature(function).parameters.values()
-    by_name = [
-        argument for argument in arguments if argument.kind in (argument.POSITIONAL_OR_KEYWORD, argument.KEYWORD_ONLY)
-    ]
     takes_texts = any(argument.name in TEXTS or argument.kind is argument.VAR_KEYWORD for argument in arguments)
     if not takes_texts or any(argument.kind is argument.POSITIONAL_ONLY for argument in arguments):
         raise UserError(
@@ -122,8 +123,10 @@ def columns_of(function: RewardFunction, name: str) -> list[str]:
         )
     return [
         argument.name
-        for argument in by_name
-        if argument.default is argument.empty and argument.name not in ("prompts", *TEXTS)
+        for argument in arguments
+        if argument.kind in (argument.POSITIONAL_OR_KEYWORD, argument.KEYWORD_ONLY)
+        and argument.default is argument.empty
+        and argument.name not in ("prompts", *TEXTS)
     ]
 
 
@@ -139,13 +142,12 @@ def function_reward(function: RewardFunction, name: str) -> TextReward:
     """
     parameters = inspect.signature(function).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    named = {key for key in ("prompts", *TEXTS) if key in parameters}
-    if takes_all:
-        named |= {"prompts"} if named & {*TEXTS} else {"prompts", *TEXTS}
+    unnamed = {*TEXTS} - parameters.keys()
+    left_out = unnamed if len(unnamed) == 1 else set[str]()
 
     def reward(samples: SampledTexts) -> Sequence[float | None]:
-        columns = {column for row in samples.columns for column in row} - {"prompts", *TEXTS}
-        given: dict[str, list[object]] = {
+        columns = sorted({column for row in samples.columns for column in row})
+        given = {column: samples.column(column) for column in columns} | {
             "prompts": list(samples.prompts),
             "responses": list(samples.responses),
             "completions": [
@@ -153,8 +155,9 @@ def function_reward(function: RewardFunction, name: str) -> TextReward:
                 for prompt, text in zip(samples.prompts, samples.responses, strict=True)
             ],
         }
-        given = {key: texts for key, texts in given.items() if key in named}
-        given |= {key: samples.column(key) for key in sorted(columns) if takes_all or key in parameters}
+        given = {
+            key: values for key, values in given.items() if key in parameters or (takes_all and key not in left_out)
+        }
         try:
             values = function(**given)
             if inspect.isawaitable(values):

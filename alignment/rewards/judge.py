@@ -136,7 +136,7 @@ def _send_once(service: ServiceSpec, body: bytes | None, *, text_too: bool) -> o
         headers["Authorization"] = f"Bearer {_key(service.key_variable)}"
     target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     try:
-        with contextlib.closing(kind(parts.hostname or "", parts.port, timeout=service.timeout_seconds)) as connection:
+        with contextlib.closing(kind(parts.netloc, timeout=service.timeout_seconds)) as connection:
             connection.connect()
             with _shut_at(deadline, connection.sock):
                 connection.request("GET" if body is None else "POST", target, body, headers)
@@ -189,10 +189,12 @@ def _key(variable: str) -> str:
 def check_key(service: ServiceSpec, name: str) -> None:
     """Refuse a service, by its name in the message, whose key is not in the environment or cannot be sent."""
     variable = service.key_variable
-    key = None if variable is None else _key(variable)
-    if key == "":
+    if variable is None:
+        return
+    key = _key(variable)
+    if not key:
         raise UserError(f"{name}: the environment has no {variable}, the judge's key; set it")
-    if key is not None and not (key.isascii() and key.isprintable()):
+    if not (key.isascii() and key.isprintable()):
         fault = "has line breaks, control characters or letters beyond ASCII; set one line"
         raise UserError(f"{name}: the key in {variable} {fault}")
 

@@ -1,6 +1,6 @@
 """Settings of rewards: one entry of `rewards` for each part of the score.
 
-An entry of each kind runs in a file of its own: functions.py, answers.py (lengths and patterns too), code.py, judge.py.
+An entry of each kind runs in a file: functions.py, answers.py (lengths and patterns too), code/unit_tests.py, judge.py.
 """
 
 import itertools
@@ -12,7 +12,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from alignment.errors import SECRET
 from alignment.reward_model import Combine
-from alignment.rewards.sandbox import SandboxLimits
+from alignment.rewards.code.sandbox import SandboxLimits
 from alignment.settings import (
     NonNegativeInt,
     PositiveFloat,

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from alignment.rewards import code as code_module
-from alignment.rewards.code import extract_code
-from alignment.rewards.sandbox import SandboxLimits, passes
+from alignment.rewards.code import unit_tests
+from alignment.rewards.code.sandbox import SandboxLimits, passes
+from alignment.rewards.code.unit_tests import extract_code
 from tests.conftest import DATA
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="seccomp is Linux's")
@@ -88,5 +88,5 @@ def test_the_code_of_a_response(text, code):
     ],
 )
 def test_tests_that_check_nothing_are_named_before_training(test, word):
-    problem = code_module.tests_problem([test])
+    problem = unit_tests.tests_problem([test])
     assert word in problem and bool(problem) == bool(word)

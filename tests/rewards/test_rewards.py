@@ -31,7 +31,7 @@ from alignment.rewards import (
 )
 from alignment.rewards.answers import boxed_answer, length_rewards, match_rewards
 from alignment.rewards.build import build_rewards, prepare_rewards
-from alignment.rewards.code import code_rewards
+from alignment.rewards.code.unit_tests import code_rewards
 from alignment.rewards.combine import PartNormalizer, part_metrics
 from alignment.rewards.specs import names_of
 from tests.examples import prompt_example

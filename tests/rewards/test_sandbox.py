@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from alignment.errors import UserError
-from alignment.rewards import sandbox
-from alignment.rewards.sandbox import SandboxLimits, passes, require_sandbox, run_program
+from alignment.rewards.code import sandbox
+from alignment.rewards.code.sandbox import SandboxLimits, passes, require_sandbox, run_program
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="seccomp is Linux's")
 

@@ -160,8 +160,12 @@ class ServerSampler:
 
     def _call(self, url: str, path: str, body: Mapping[str, object] | None = None) -> Any:
         """The answer of a server to a body that is posted, or without one to a GET."""
-        limits = {name: getattr(self.config, name) for name in ("timeout_seconds", "retries", "key_variable")}
-        service = ServiceSpec(f"{url.rstrip('/')}/{path}", **limits)
+        service = ServiceSpec(
+            f"{url.rstrip('/')}/{path}",
+            key_variable=self.config.key_variable,
+            timeout_seconds=self.config.timeout_seconds,
+            retries=self.config.retries,
+        )
         try:
             return send_json(service, None if body is None else json.dumps(body).encode(), text_too=True)
         except RequestFailed as error:

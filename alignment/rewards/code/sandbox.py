@@ -102,20 +102,16 @@ def passes(code: str, tests: str, limits: SandboxLimits) -> bool:
     a value of the tests; one of a class derived from a built-in one compares by its built-in content.
     `limits.wall_seconds` is for both together.
     """
-    to_answer, from_tests = os.pipe()
-    to_tests, from_answer = os.pipe()
-    with contextlib.ExitStack() as stack:
-        try:
-            stack.enter_context(started("answer", asdict(limits), stdin=to_answer, stdout=from_answer))
-            settings = asdict(limits) | {"requests": from_tests, "replies": to_tests}
-            given = stack.enter_context(task_file({"code": code, "tests": tests, "modules": ()}))
-            judge = stack.enter_context(
-                started("tests", settings, stdin=given, stdout=subprocess.PIPE, kept=(from_tests, to_tests))
-            )
-        finally:
-            for end in (to_answer, from_tests, to_tests, from_answer):
-                os.close(end)
-        return printed_by(judge, limits) == b"passed"
+    with (
+        task_file({"code": code, "tests": tests, "modules": ()}) as given,
+        started("answer", asdict(limits), stdin=subprocess.PIPE, stdout=subprocess.PIPE) as answer,
+    ):
+        assert answer.stdin is not None and answer.stdout is not None
+        requests = answer.stdin.fileno()
+        replies = answer.stdout.fileno()
+        settings = asdict(limits) | {"requests": requests, "replies": replies}
+        with started("tests", settings, stdin=given, stdout=subprocess.PIPE, kept=(requests, replies)) as tests_process:
+            return printed_by(tests_process, limits) == b"passed"
 
 
 @contextlib.contextmanager
@@ -136,7 +132,7 @@ def started(
     `role` is program, answer or tests, `settings` are limits and the numbers of the pipes, `kept` further open files.
     """
     arguments = [sys.executable, "-I", "-S", "-E", "-B", "-X", "utf8", str(PROGRAM), role, json.dumps(settings)]
-    process = subprocess.Popen(
+    with subprocess.Popen(
         arguments,
         stdin=stdin,
         stdout=stdout,
@@ -145,15 +141,12 @@ def started(
         cwd="/",
         start_new_session=True,
         pass_fds=kept,
-    )
-    try:
-        yield process
-    finally:
-        with contextlib.suppress(ProcessLookupError):  # a process that was not waited for keeps its number
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        if process.stdout is not None:
-            process.stdout.close()
+    ) as process:
+        try:
+            yield process
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # a process that was not waited for keeps its number
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def printed_by(process: "subprocess.Popen[bytes]", limits: SandboxLimits) -> bytes | None:

@@ -24,12 +24,14 @@ import ctypes
 import importlib
 import io
 import json
+import math
 import operator
 import os
 import signal
 import struct
 import symtable
 import sys
+import time
 import types
 
 # exit codes: no sandbox on this machine; the other process is gone
@@ -83,7 +85,7 @@ def run_role() -> None:
         return
     module = types.ModuleType(f"__{role}__")  # dataclasses look their module up
     sys.modules[module.__name__] = module
-    vars(module).update(NAMES, __name__=module.__name__)
+    vars(module).update(NAMES)
     NAMES = vars(module)
     if role == "answer":
         PEER = Peer(requests, private(1), None, judges=False)
@@ -134,8 +136,7 @@ def imported(code: str) -> "list[str]":
 
 def use_loop_without_sockets() -> None:
     """Let asyncio make event loops that wait for time alone."""
-    asyncio = sys.modules["asyncio"]
-    time = importlib.import_module("time")
+    import asyncio  # loaded by now; few answers need it, and it takes long
 
     class Loop(asyncio.BaseEventLoop):
         """Its own selector, in which nothing ever happens."""
@@ -268,49 +269,32 @@ ERRORS = {  # modules whose exceptions are made anew where the tests are
 STEERING = (StopIteration, StopAsyncIteration, GeneratorExit)  # end a loop of the tests without a failure
 HIDDEN = (types.ModuleType, types.FrameType, types.CodeType, types.TracebackType)
 SHOWN = {"__name__", "__qualname__", "__doc__", "__module__"}  # of the special attributes that the tests give away
-OPERATORS = (
-    "add",
-    "sub",
-    "mul",
-    "truediv",
-    "floordiv",
-    "mod",
-    "pow",
-    "matmul",
-    "lshift",
-    "rshift",
-    "and",
-    "or",
-    "xor",
-)
-ARITHMETIC = {f"__{name}__": getattr(operator, f"__{name}__") for name in OPERATORS}
-REVERSED = {f"__r{name[2:]}": (lambda x, y, action=action: action(y, x)) for name, action in ARITHMETIC.items()}
-COMPARISONS = {f"__{name}__": getattr(operator, name) for name in ["eq", "ne", "lt", "le", "gt", "ge"]}
-CONVERSIONS = {
-    "__int__": int,
-    "__float__": float,
-    "__complex__": complex,
-    "__index__": operator.index,
-    "__abs__": abs,
-    "__round__": round,
-    "__bool__": bool,
-    "__neg__": operator.neg,
-    "__pos__": operator.pos,
-    "__invert__": operator.invert,
-    "__trunc__": lambda x: x.__trunc__(),
-    "__floor__": lambda x: x.__floor__(),
-    "__ceil__": lambda x: x.__ceil__(),
-}
-OTHERS = {
-    "__len__": len, "__hash__": hash, "__str__": str, "__repr__": repr, "__format__": format, "__iter__": iter,
-    "__next__": next, "__reversed__": reversed, "__contains__": operator.contains, "__getitem__": operator.getitem,
-    "__setitem__": operator.setitem, "__delitem__": operator.delitem,
-    "__call__": lambda x, *items, **named: x(*items, **named), "__enter__": lambda x: type(x).__enter__(x),
+
+
+def special(module: types.ModuleType, *names: str) -> "dict[str, object]":
+    """Functions of a module by the names of the special methods that they call."""
+    return {f"__{name}__": getattr(module, name) for name in names}
+
+
+FORWARD = special(operator, "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "lshift", "rshift")
+FORWARD |= {"__and__": operator.and_, "__or__": operator.or_, "__xor__": operator.xor}
+REVERSED = {f"__r{name[2:]}": (lambda x, y, action=action: action(y, x)) for name, action in FORWARD.items()}
+ARITHMETIC = FORWARD | REVERSED
+COMPARISONS = special(operator, "eq", "ne", "lt", "le", "gt", "ge")
+CONVERSIONS = special(builtins, "int", "float", "complex", "abs", "round", "bool")
+CONVERSIONS |= special(operator, "index", "neg", "pos", "invert") | special(math, "trunc", "floor", "ceil")
+OTHERS = special(builtins, "len", "hash", "str", "repr", "format", "iter", "next", "reversed")
+OTHERS |= special(operator, "contains", "getitem", "setitem", "delitem")
+OTHERS |= {
+    "__call__": lambda x, *items, **named: x(*items, **named),
+    "__enter__": lambda x: type(x).__enter__(x),
     "__exit__": lambda x, *items: type(x).__exit__(x, *items, None),
-    "__copy__": lambda x: sys.modules["copy"].copy(x), "__deepcopy__": lambda x: sys.modules["copy"].deepcopy(x),
-    "__setattr__": setattr, "__delattr__": delattr,
-}  # fmt: skip
-OPERATIONS = {**ARITHMETIC, **REVERSED, **COMPARISONS, **CONVERSIONS, **OTHERS}
+    "__copy__": lambda x: sys.modules["copy"].copy(x),
+    "__deepcopy__": lambda x: sys.modules["copy"].deepcopy(x),
+    "__setattr__": setattr,
+    "__delattr__": delattr,
+}
+OPERATIONS = ARITHMETIC | COMPARISONS | CONVERSIONS | OTHERS
 READING = {  # methods that look at the content of a list or a set: no answer overrides them
     "__iter__",
     "__len__",
@@ -358,9 +342,14 @@ class Remote(metaclass=RemoteClass):
 
 
 def operation(name: str) -> object:
-    """The method that asks the other process for an operator."""
+    """The method that asks the other process for an operator; built-in content is read and compared here."""
+    kinds = (list, set) if name in READING else ()
+    if name == "__bool__":
+        kinds = (*CONTAINERS, str, bytes, tuple, frozenset)
 
     def method(self, *items, **named):
+        if kind := builtin_base(kinds, self):
+            return kind.__len__(self) > 0 if name == "__bool__" else getattr(kind, name)(self, *items)
         if name in ("__deepcopy__", "__exit__"):  # what else was copied, and the traceback, stay here
             items = items[:-1]
         return PEER.ask(name, self, *items, **named)
@@ -371,17 +360,7 @@ def operation(name: str) -> object:
         kind = builtin_base(CONTAINERS, self)
         return getattr(kind, name)(self, other) if kind else NotImplemented
 
-    def is_true(self):
-        kind = builtin_base((*CONTAINERS, str, bytes, tuple, frozenset), self)
-        return kind.__len__(self) > 0 if kind else PEER.ask(name, self)
-
-    def read(self, *items):
-        kind = builtin_base((list, set), self)
-        return getattr(kind, name)(self, *items) if kind else PEER.ask(name, self, *items)
-
-    if name in READING:
-        return read
-    return {"__bool__": is_true}.get(name, compare if name in COMPARISONS else method)
+    return compare if name in COMPARISONS else method
 
 
 def builtin_base(kinds: "tuple[type, ...]", value: object) -> "type | None":
@@ -492,10 +471,8 @@ class Peer:
         self.asked = self.asked or action != "names"
         object_number = None if target is None else self.numbers[id(target)]
         mixed = self.judges and (
-            object_number in self.mixed or (action in ARITHMETIC.keys() | REVERSED and not is_remote(items[0]))
-        )
-        mixed = mixed or (
-            self.judges and bool(items) and is_remote(items[0]) and self.numbers[id(items[0])] in self.mixed
+            (action in ARITHMETIC and not is_remote(items[0]))
+            or any(self.numbers.get(id(operand)) in self.mixed for operand in (target, *items[:1]))
         )
         self.send(
             {
@@ -512,7 +489,7 @@ class Peer:
             steers = isinstance(error, STEERING) and not (action == "__next__" and isinstance(error, StopIteration))
             raise error if isinstance(error, BaseException) and not steers else AnswerError("raised by the answer")
         value = message.pop("value")
-        if mixed and action in {**ARITHMETIC, **REVERSED, **CONVERSIONS}:
+        if mixed and (action in ARITHMETIC or action in CONVERSIONS):
             if not is_remote(value):
                 raise AnswerError("an object of the answer in place of a number")
             self.mixed.add(self.numbers[id(value)])
@@ -573,10 +550,8 @@ class Peer:
                     changes.append([object_number, *self.kind_of(container), [self.encode(item) for item in items]])
                 del container, before, items
         dropped = []
-        while (
-            dead := []
-            if self.receiving
-            else [
+        while not self.receiving and (
+            dead := [
                 object_number
                 for object_number in self.contents
                 if type(self.objects[object_number]) in CONTAINERS and sys.getrefcount(self.objects[object_number]) <= 2
@@ -640,9 +615,8 @@ class Peer:
         kind = type(container)
         if kind not in CONTAINERS:
             return "", None
-        if kind is collections.deque:
-            return kind.__name__, container.maxlen
-        return kind.__name__, self.encode(container.default_factory) if kind is collections.defaultdict else None
+        argument = "maxlen" if kind is collections.deque else "default_factory"
+        return kind.__name__, self.encode(getattr(container, argument, None))
 
     def add(self, number: int, value: object) -> object:
         """Give a value a number."""
@@ -654,8 +628,7 @@ class Peer:
 
     def forget(self, number: int) -> None:
         """Take a container's number back: it is a value like others from now on."""
-        del self.contents[number], self.numbers[id(self.objects[number])]
-        del self.objects[number]
+        del self.contents[number], self.numbers[id(self.objects.pop(number))]
 
     def encode(self, value: object) -> object:
         """A value as JSON."""
@@ -672,8 +645,11 @@ class Peer:
             return ["known", -self.numbers[id(value)]]
         if isinstance(value, HIDDEN) and self.judges:
             raise TypeError(f"a {kind.__name__} is not given away")
-        if kind.__name__ in VALUES.get(kind.__module__, ()) and standard(kind.__module__, kind.__name__) is kind:
-            return ["value", kind.__module__, kind.__name__, *map(self.encode, parts_of(value))]
+        standard_kind = standard_name(kind)
+        if standard_kind and standard_kind[1] in VALUES.get(standard_kind[0], ()):
+            return ["value", *standard_kind, *map(self.encode, parts_of(value))]
+        if standard_kind and isinstance(value, BaseException):
+            return ["error", self.encode(kind), *map(self.encode, value.args)]
         if (isinstance(value, type) or (self.judges and callable(value))) and (name := standard_name(value)):
             return ["standard", *name]
         self.last = object_number = self.last + 1
@@ -690,14 +666,11 @@ class Peer:
             return ["known", -object_number]
         if kind is types.CoroutineType:
             return ["await", object_number]
-        if isinstance(value, BaseException) and standard_name(kind):
-            del self.objects[object_number], self.numbers[id(value)]
-            return ["error", self.encode(kind), *map(self.encode, value.args)]
         content = builtin_base(CONTENTS, value)
         parts = [] if content is None else [plain_content(content, value)]
         if isinstance(value, BaseException):
             parts = value.args
-        encoded_class = self.encode(kind) if standard_name(kind) is None and kind.__module__ != "builtins" else None
+        encoded_class = self.encode(kind) if standard_kind is None and kind.__module__ != "builtins" else None
         return ["object", object_number, encoded_class, *map(self.encode, parts)]  # the class first, as it is decoded
 
     def decode(self, value: object) -> object:
@@ -716,20 +689,21 @@ class Peer:
     def decode_error(self, *parts: object) -> Exception:
         """An exception of the library, made anew; an `AnswerError` where that is not possible."""
         kind, *items = map(self.decode, parts)
-        try:
-            return AnswerError(*items) if type(kind) is RemoteClass else kind(*items)
-        except TypeError:
-            return AnswerError(*items)
+        if type(kind) is not RemoteClass:
+            with contextlib.suppress(TypeError):
+                return kind(*items)
+        return AnswerError(*items)
 
     def decode_standard(self, module: str, name: str) -> object:
         """A class or function of the library; where the tests are, classes of values and errors only."""
         value = standard(module, name)
-        if self.judges:
-            known = module == "builtins" or name in VALUES.get(module, ()) or value in CONTAINERS
-            known = known or (module in ERRORS and isinstance(value, type) and issubclass(value, Exception))
-            if not known or not isinstance(value, type):
-                return type.__new__(RemoteClass, str(name), (Remote,), {"__slots__": ()})
-        return value
+        known = isinstance(value, type) and (
+            module == "builtins"
+            or name in VALUES.get(module, ())
+            or value in CONTAINERS
+            or (module in ERRORS and issubclass(value, Exception))
+        )
+        return value if known or not self.judges else mirror(name, [], [])
 
     def decode_object(self, mark: str, number: int, rest: "list[object]") -> object:
         """A stand-in for an object, a class or a coroutine of the other end."""
@@ -766,7 +740,7 @@ def finished(coroutine: object) -> object:
 
 
 # What the other end may ask for, of an object that is here.
-ACTIONS = {**OPERATIONS, "get": getattr, "await": finished}
+ACTIONS = OPERATIONS | {"get": getattr, "await": finished}
 
 
 def mirror(name: str, own: "list[str]", bases: "list[type]") -> type:
@@ -782,39 +756,31 @@ def mirror(name: str, own: "list[str]", bases: "list[type]") -> type:
     if first:
         shown = {"__str__", "__repr__", "__format__"}
         if issubclass(first[0], tuple):
-            shown |= {"__setattr__", *(ARITHMETIC.keys() | REVERSED) & set(own)}
+            shown |= {"__setattr__", *ARITHMETIC.keys() & set(own)}
         names |= {method: vars(Remote)[method] for method in shown}
     try:
         return type.__new__(RemoteClass, name, tuple(bases), names)
     except TypeError:  # bases that do not go together
-        return type.__new__(RemoteClass, name, (Remote,), {"__slots__": ()})
+        return mirror(name, [], [])
 
 
 def overridden(kind: type) -> "list[str]":
     """The operators that a class or its bases define outside the library."""
     names = [name for cls in kind.__mro__ if standard_name(cls) is None for name in vars(cls)]
-    return [name for name in names if name in ARITHMETIC or name in REVERSED]
+    return [name for name in names if name in ARITHMETIC]
 
 
 def plain_content(kind: type, value: object) -> object:
     """The content of an object of a derived class, by the methods of its built-in type."""
-    if kind in (tuple, frozenset):
-        return kind(kind.__iter__(value))
-    if kind is complex:
-        return complex(complex.real.__get__(value), complex.imag.__get__(value))
     if kind is str:
         return str.__str__(value)
-    return bytes(memoryview(value)) if kind is bytes else getattr(kind, f"__{kind.__name__}__")(value)
+    return kind(kind.__iter__(value)) if kind in (bytes, tuple, frozenset) else kind.__pos__(value)
 
 
 def parts_of(value: object) -> "tuple[object, ...]":
     """The arguments from which the type of a value of `VALUES` makes it anew."""
     if isinstance(value, complex):
         return value.real, value.imag
-    if isinstance(value, (range, slice)):
-        return value.start, value.stop, value.step
-    if type(value).__name__ == "Fraction":
-        return value.numerator, value.denominator
     return value.__reduce_ex__(2)[1]
 
 

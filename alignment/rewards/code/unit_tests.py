@@ -6,9 +6,9 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from alignment.rewards.code.sandbox import SandboxLimits, passes, run_program
+from alignment.rewards.code.sandbox_program import names_of_tests
 from alignment.rewards.combine import SampledTexts
-from alignment.rewards.sandbox import SandboxLimits, passes, run_program
-from alignment.rewards.sandbox_program import names_of_tests
 from alignment.rewards.specs import CodeSpec
 
 PYTHON = re.compile(  # first word of a fence that marks the answer, such as python, py3, python3.11, {.python}
