@@ -305,7 +305,7 @@ JUNK = pytest.mark.parametrize("junk", [1e9, float("nan")])
 @BY_CASE
 def test_I4_what_stands_at_uncounted_tokens_changes_nothing(case, junk, world, tokenizer, rollout, monkeypatch):
     """Proves: overwriting every last hidden state that no target, score or value is read from changes no loss, no metric
-    and no gradient (H12, H13, H35)."""
+    and no gradient (H12, H13, H23, H35)."""
 
     monkeypatch.setattr(transformer, "selects_tokens", lambda block: False)  # else these states are not even computed
 

@@ -366,3 +366,19 @@ def test_a_size_that_is_none_is_refused(size):
     with pytest.raises(ValueError, match="is no size; give a number and a unit"):
         TrainingConfig(max_shard_size=size)
     assert [byte_count(text) for text in ("5GB", "1.5 mb", "2KiB", "7B")] == [5 * 10**9, 1_500_000, 2048, 7]
+
+
+def test_h20_each_tensor_that_a_file_lacks_is_named(directory):
+    whole = load_file(directory / "model.safetensors")
+    assert len(whole) > 15
+    for name in whole:
+        rest = {other: tensor for other, tensor in whole.items() if other != name}
+        save_file(rest, directory / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(UserError, match=f"{re.escape(name)} is missing"):
+            load_language_model(directory)
+
+
+def test_h20_what_a_config_says_reaches_the_numbers(config, directory):
+    before = load_language_model(directory)(IDS).logits
+    change_config(directory, **{"layer_norm_epsilon" if config["model_type"] == "gpt2" else "rms_norm_eps": 0.5})
+    assert (before - load_language_model(directory)(IDS).logits).abs().max() > 1e-3

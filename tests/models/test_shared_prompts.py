@@ -96,6 +96,7 @@ def assert_sharing_changes_nothing(model: Any, groups=GROUPS) -> None:
 
 @pytest.mark.parametrize(("name", "variant"), VARIANTS, ids=[", ".join(case) for case in VARIANTS])
 def test_log_probs_and_gradients_of_every_decoder(name, variant):
+    """[H08] No response reads another one of its prompt."""
     assert_sharing_changes_nothing(build(name, variant))
 
 

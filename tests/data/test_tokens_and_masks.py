@@ -18,20 +18,15 @@ from alignment.data.tokenizers.train import train_bpe
 from alignment.errors import UserError
 from tests.examples import chat_ids, sides
 
-CORPUS = ["The price is $46 today and $46 tomorrow. Price: $4 or $46.", "user assistant hello x the cat"] * 20
-TURNS = ("<s>", "</s>", "<pad>", "<|im_start|>", "<|im_end|>")
-CHATML = (
-    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 ASKED = [{"role": "user", "content": "Price: "}]
 DIALOGUE = [*ASKED, {"role": "assistant", "content": "$4"}, *ASKED, {"role": "assistant", "content": "$46"}]
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
+@pytest.fixture
+def tokenizer(chatml, templates):
     """Byte-level BPE that adds a BOS, with a template that writes it too; " $" is one token."""
-    return train_bpe(CORPUS, 400, TURNS, CHATML)
+    chatml.chat_template = templates["chatml with bos"]
+    return chatml
 
 
 def sequences(tokenizer, prompt, responses=("46", "$46")):
