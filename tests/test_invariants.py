@@ -682,7 +682,7 @@ def test_I14_a_nan_score_ends_ppo_before_it_reaches_the_weights(stage, make_stag
 
     monkeypatch.setattr(ppo, "iterate", watched)
     run, config = make_stage("ppo", str(stage("sft") / "model"), tmp_path, reward_model=str(stage("reward") / "model"))
-    with pytest.raises(UserError, match=r"reward model .* gives nan"):
+    with pytest.raises(UserError, match=r"reward model .* gives nan .*prompts\.jsonl:\d"):
         run(config)
     for engine, before in held.values():
         assert_close(engine.backend.unwrapped.state_dict(), before, rtol=0, atol=0)

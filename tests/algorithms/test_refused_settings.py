@@ -64,6 +64,8 @@ REFUSED = {
         ({"importance_cap": 0.0}, "importance_cap"), ({"rollouts_behind": 2}, "rollouts_behind"), ({"top_p": 0.0}, "top_p"),
         ({"top_k": -1}, "top_k"), ({"adapter": LoRASpec(dropout=0.1)}, "adapter.dropout must be 0 in PPO, got 0.1"),
         ({"pretrain": HELD_OUT, "pretrain_coef": 0.5}, "pretrain.evaluation is not read"),
+        *[({"ratio": "sequence", "advantages": name, "responses_per_prompt": 2}, "ratio sequence")
+          for name in ("gae", "reinforce++", "remax")],
         ({"data": HELD_OUT}, "data.evaluation is not read"),
         ({"training": KEPT["held_out_score"]}, "training.keep_best has no effect"),
         ({"held_out": JUDGE}, "held_out needs prompts: set data.evaluation"),

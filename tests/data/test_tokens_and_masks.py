@@ -1,7 +1,6 @@
 """H01 to H05 over every kind of row: end tokens, BOS, the seam of prompt and response, masks of dialogues."""
 
 import pytest
-from transformers import PreTrainedTokenizerFast
 
 from alignment.data.rows.records import Comparison, Demonstration, LabeledResponse, Prompt, Ranking, Text
 from alignment.data.text import chat
@@ -14,7 +13,6 @@ from alignment.data.tokenize import (
     tokenize_texts,
 )
 from alignment.data.tokenizers.tokenizer import encode
-from alignment.data.tokenizers.train import train_bpe
 from alignment.errors import UserError
 from tests.examples import chat_ids, sides
 
