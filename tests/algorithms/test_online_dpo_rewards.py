@@ -22,11 +22,6 @@ from tests.stub_server import good, serving
 NAN = float("nan")
 
 
-def vowels(prompts, responses, **columns):
-    """Share of vowels."""
-    return [sum(c in "aeiou" for c in text) / max(1, len(text)) for text in responses]
-
-
 @pytest.fixture
 def settings(stage, make_stage, tmp_path):
     """`settings(output, **changes)` -> run function and config of online DPO from the SFT policy."""
@@ -203,7 +198,7 @@ def test_it_learns_what_a_function_pays_for(settings, read_metrics, tmp_path):
     found = {}
     for weight in (1.0, -1.0):
         run, config = settings(
-            f"weight{weight}", rewards=[RewardSpec(function=f"{__name__}:vowels", weight=weight)],
+            f"weight{weight}", rewards=[RewardSpec(function="tests.algorithms.test_best_of_n:vowels", weight=weight)],
             responses_per_prompt=4, epochs=1, minibatches=1, max_new_tokens=6, missing_end_penalty=0.0, beta=0.05,
             optim=OptimConfig(learning_rate=2e-2), training=TrainingConfig(batch_size=16, max_steps=12),
         )  # fmt: skip

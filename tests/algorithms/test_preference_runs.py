@@ -154,6 +154,7 @@ def test_damaged_numbers_are_computed_again_with_a_note(form, cached, tmp_path, 
 
 
 def test_other_rows_weights_or_templates_have_numbers_of_their_own(world, stage, ran, tmp_path, write_checkpoint):
+    """[H40]"""
     folder, policy = tmp_path / "log_probs", str(stage("sft") / "model")
     messages = tmp_path / "messages.jsonl"
     with open(world["comparisons"], encoding="utf-8") as file:

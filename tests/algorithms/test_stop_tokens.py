@@ -18,11 +18,8 @@ from alignment.models.build import build_language_model
 from alignment.models.huggingface.checkpoint import save_model
 from alignment.reward_model import load_reward_model
 from alignment.training import OptimConfig, TrainingConfig
+from tests.data.conftest import CHATML, TURNS
 
-TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 QUESTION = [{"role": "user", "content": "How are you?"}]
 ANSWER = {"role": "assistant", "content": "I am fine."}
 LLAMA = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
@@ -32,8 +29,7 @@ LLAMA = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num
 @pytest.fixture(scope="module")
 def chatml():
     """A tokenizer whose template ends turns with another token than EOS."""
-    special = ("<s>", "</s>", "<pad>", "<|im_start|>", "<|im_end|>")
-    return train_bpe([QUESTION[0]["content"], ANSWER["content"]], 264, special, chat_template=TEMPLATE)
+    return train_bpe([QUESTION[0]["content"], ANSWER["content"]], 264, TURNS, chat_template=CHATML)
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,8 @@ from alignment.models.classifiers import SequenceClassifier, pooled
 from alignment.models.heads import ClassificationHeadSpec
 from alignment.models.huggingface.checkpoint import load_pretrained, load_scalar_model, save_model
 from alignment.ragged import Ragged
-
-from .conftest import roughen
+from tests.examples import padded
+from tests.models.conftest import roughen
 
 BERT: dict[str, Any] = {
     "model_type": "bert", "vocab_size": 61, "max_position_embeddings": 64, "hidden_size": 32,
@@ -24,12 +24,6 @@ GPT2: dict[str, Any] = {
     "model_type": "gpt2", "vocab_size": 61, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4,
 }  # fmt: skip
 ROWS = [[5, 6, 7, 8, 9], [10], [11, 12, 13]]
-
-
-def padded(side: str) -> tuple[torch.Tensor, torch.Tensor]:
-    rows = [[0] * (5 - len(row)) + row if side == "left" else row + [0] * (5 - len(row)) for row in ROWS]
-    mask = [[0] * (5 - len(row)) + [1] * len(row) for row in ROWS]
-    return torch.tensor(rows), torch.tensor(mask if side == "left" else [row[::-1] for row in mask])
 
 
 def test_pooling_takes_the_first_vector_the_last_or_the_mean_of_each_document():
@@ -47,7 +41,7 @@ def test_classes_of_a_document_do_not_depend_on_the_call_or_on_padding(config, s
     model = roughen(build_model({**config, "num_labels": 3}, "sequence"))
     scores = model(batch=Ragged.build(ROWS)).logits
     assert scores.shape == (3, 3)
-    assert_close(model(*padded(side)).logits, scores)
+    assert_close(model(*padded(ROWS, side)).logits, scores)
     alone = torch.cat([model(torch.tensor([row])).logits for row in ROWS])
     assert_close(scores, alone, atol=1e-5, rtol=1e-5)
 
@@ -57,7 +51,7 @@ def test_classes_of_a_document_do_not_depend_on_the_call_or_on_padding(config, s
 def test_scores_of_tokens_lie_at_their_places_with_zeros_at_padding(task, columns):
     model = roughen(build_model({**BERT, "num_labels": 3}, task))
     scores = model(batch=Ragged.build(ROWS)).logits
-    ids, mask = padded("left")
+    ids, mask = padded(ROWS, "left")
     rectangle = model(ids, mask).logits
     assert rectangle.shape == (3, 5, columns)
     assert_close(rectangle[mask.bool()], scores)

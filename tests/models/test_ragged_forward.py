@@ -11,54 +11,14 @@ from alignment.data.batches import Example, collate_pairs
 from alignment.errors import UserError
 from alignment.models.build import build_language_model
 from alignment.ragged import Ragged
-from tests.examples import sides
+from tests.examples import padded, sides
 from tests.models.conftest import roughen
 
 TIGHT = {"atol": 1e-5, "rtol": 0}
 
 
-def pad(documents, side, extra=0):
-    width = max(map(len, documents)) + extra
-    ids = torch.full((len(documents), width), 9)
-    mask = torch.zeros(len(documents), width, dtype=torch.bool)
-    for row, document in enumerate(documents):
-        place = slice(width - len(document), width) if side == "left" else slice(0, len(document))
-        ids[row, place], mask[row, place] = torch.tensor(document), True
-    return ids, mask
-
-
-def test_h08_a_neighbor_replaced_changes_nothing(model, documents, batch):
-    other = [[(token + 17) % 61 for token in documents[0]], *documents[1:]]
-    with torch.no_grad():
-        before, after = model(batch=batch).log_probs, model(batch=Ragged.build(other)).log_probs
-    first = len(documents[0]) - 1
-    assert not torch.allclose(before[:first], after[:first], atol=1e-3)
-    assert_close(before[first:], after[first:], atol=1e-6, rtol=0)
-
-
-def test_a_later_token_changes_no_earlier_log_prob(model):
-    document = list(range(20))
-    changed = [*document[:-1], 50]
-    with torch.no_grad():
-        a, b = (model(batch=Ragged.build([d])).log_probs for d in (document, changed))
-    assert_close(a[:-1], b[:-1], atol=0, rtol=0)
-
-
-def test_gradient_of_a_packed_batch_is_the_sum_of_its_documents(model, documents, batch):
-    def gradients(batches):
-        model.zero_grad()
-        for one in batches:
-            (-model(batch=one).log_probs.sum()).backward()
-        return [parameter.grad.clone() for parameter in model.parameters()]
-
-    packed = gradients([batch])
-    apart = gradients([Ragged.build([document]) for document in documents if len(document) > 1])
-    for a, b in zip(packed, apart, strict=True):
-        assert_close(a, b, atol=1e-4, rtol=1e-4)
-
-
 def test_logits_at_padding_are_zero_and_gradients_flow(model, documents):
-    ids, mask = pad(documents, "left", 2)
+    ids, mask = padded(documents, "left", 2)
     logits = model(ids, mask).logits
     assert logits.shape == (*ids.shape, 61)
     assert (logits[~mask] == 0).all() and (logits[mask] != 0).any()
@@ -142,7 +102,7 @@ def drawn(length: int, seed: int) -> list[int]:
 
 def padded_log_probs(model: Any, examples: list[Example], side: str, extra: int = 0) -> torch.Tensor:
     """Log-probabilities of all targets from the logits of a padded rectangle, [M]."""
-    ids, mask = pad([each.ids for each in examples], side, extra)
+    ids, mask = padded([each.ids for each in examples], side, extra)
     found = []
     for row, logits in enumerate(model(ids, mask).logits):
         tokens, log_probs = ids[row][mask[row]], logits[mask[row]].log_softmax(-1)
