@@ -4,7 +4,7 @@ import gc
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -250,3 +250,9 @@ def roughen(model: Any, seed: int = 0, size: float = 0.05) -> Any:
 def read_lines(path: str | Path) -> list[dict[str, Any]]:
     """Objects of a JSON-lines file."""
     return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
+
+
+def write_lines(path: str | Path, rows: Iterable[Any]) -> str:
+    """Write rows to a JSON-lines file; its name."""
+    Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)

@@ -5,7 +5,6 @@ processes or a kill is in distributed/ and training/.
 """
 
 import copy
-import json
 import math
 from dataclasses import replace
 from functools import partial
@@ -45,7 +44,7 @@ from alignment.ragged import Ragged
 from alignment.reward_model import load_reward_model
 from alignment.training import Engine, OptimConfig, Run, Term, TrainingConfig
 from alignment.training.engine import NonFiniteError
-from tests.conftest import read_lines
+from tests.conftest import read_lines, write_lines
 from tests.examples import padded
 
 FAMILIES = ("gpt2", "llama")
@@ -67,7 +66,7 @@ def examples_of(kind, world, tokenizer, count=8):
 
 
 def write_jsonl(path, rows):
-    Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_lines(Path(path), rows)
     return str(path)
 
 

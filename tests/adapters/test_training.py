@@ -18,6 +18,7 @@ from alignment.loading import load_model
 from alignment.models.huggingface.checkpoint import load_pretrained
 from alignment.training import OptimConfig, TrainingConfig
 from tests.adapters.tiny_models import ISSUE, disturb, training_batch, write
+from tests.conftest import write_lines
 from tests.stopping import run_stopped
 
 SPECS = {
@@ -164,7 +165,7 @@ def test_pretraining_goes_on_under_an_adapter(objective, world, tmp_path, read_m
     goal, model, tokenizer = PRETRAINED[objective]
     data = DataConfig(train=world["pretrain"], max_length=48, max_rows=32)
     text = json.loads(Path(world["pretrain"]).read_text().splitlines()[0])["text"][:150]
-    (tmp_path / "one.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for _ in range(16)))
+    write_lines(tmp_path / "one.jsonl", ({"text": text} for _ in range(16)))
     first = pretrain.PretrainConfig(
         data=data, objective=goal, output=str(tmp_path / "base"), model=model, optim=OptimConfig(learning_rate=1e-2),
         training=TrainingConfig(batch_size=16, max_steps=20), **tokenizer,

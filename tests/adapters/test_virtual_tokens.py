@@ -183,7 +183,7 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path, monkeypatch):
 
 
 @KIND
-def test_virtual_tokens_are_counted_without_the_weights_which_may_be_sharded(kind, tmp_path):
+def test_virtual_tokens_are_counted_without_sharded_weights(kind, tmp_path):
     write("llama", tmp_path / "base")
     model = attach(load_pretrained(tmp_path / "base"), SPECS[kind]).to("meta")
     adapter = model.prefix or model.soft_prompt

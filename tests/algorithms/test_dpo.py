@@ -70,7 +70,7 @@ def test_the_loss_is_worked_by_hand_with_its_beta_and_label_smoothing():
         }  # fmt: skip
 
 
-def test_an_evaluation_leaves_the_mode_of_a_model_whose_wrapper_does_not_know_it():
+def test_an_evaluation_leaves_the_mode_of_a_wrapped_model():
     """DeepSpeed's wrapper says that it is training whatever its module does; dropout must stay off in DPO."""
     module = torch.nn.Dropout(0.5).eval()
     wrapper = torch.nn.Sequential(module)  # a new module is in training mode, and its own mode is not that of its parts
@@ -171,7 +171,7 @@ def test_H12_an_update_does_not_depend_on_how_its_batch_is_cut(name):
 
 
 @pytest.mark.parametrize("name", ["aot", "aot_unpaired"])
-def test_pairs_are_sorted_by_their_positions_and_not_found_again_by_their_values(name, monkeypatch):
+def test_pairs_are_sorted_by_position_and_not_by_value(name, monkeypatch):
     """The chosen responses' log-probabilities before the update are 1e-5 lower than in it, and each is its own pair's."""
     plain, real = one_update(name, 14), kin.response_log_probs
 

@@ -1,6 +1,5 @@
 """Fine-tuning for downstream tasks: what it learns, what it does not change, and that transformers reads its results alike."""
 
-import json
 import math
 from functools import cache, partial
 from pathlib import Path
@@ -43,6 +42,7 @@ from alignment.pipeline.stages import find_stage
 from alignment.ragged import Ragged
 from alignment.training import OptimConfig, TrainingConfig
 from tests.algorithms.labeled_rows import TASKS, write_rows
+from tests.conftest import read_lines, write_lines
 from tests.stopping import run_stopped
 
 BERT = {
@@ -129,7 +129,7 @@ def test_a_separable_task_is_learned_and_predicted(trained, rows, read_metrics, 
     found = [last[f"held_out_{name}"] for name in metrics.get(task, ("accuracy",))]
     assert found == pytest.approx([1.0] * len(found), abs=0.05 if task == "regression" else 0)
     assert task != "regression" or (last["held_out_spearman"] > 0.9 and "accuracy" not in last)
-    held_out = [json.loads(line) for line in Path(str(rows[task].evaluation)).read_text().splitlines()]
+    held_out = read_lines(str(rows[task].evaluation))
     asked, expected = ASKED[task]
     assert predict(str(model), [asked(row) for row in held_out], micro_batch_tokens=200) == list(
         map(expected, held_out)
@@ -378,7 +378,7 @@ def test_windows_of_a_question_are_compared_by_score():
 def test_bad_rows_are_refused_before_a_model_is_loaded(settings, tmp_path, monkeypatch, task, lines, words):
     monkeypatch.setattr(finetune, "start_classifier", lambda *a: pytest.fail("a model was loaded"))
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(path, lines)
     with pytest.raises(UserError, match=words):
         finetune.run(settings("bert", task, data=DataConfig(train=str(path))))
 
@@ -532,10 +532,10 @@ def test_what_is_not_fine_tuned_of_transformers_classes_is_refused_by_name(setti
         finetune.run(settings("gpt2", "classification", policy=str(tmp_path / "codegen")))
 
 
-def test_a_text_longer_than_the_position_table_of_a_transformers_encoder_is_refused(settings, encoders, tmp_path):
+def test_a_text_beyond_the_positions_of_transformers_is_refused(settings, encoders, tmp_path):
     """MPNet counts positions from 2, so that 98 rows hold 96 tokens."""
     path = tmp_path / "long.jsonl"
-    path.write_text("".join(json.dumps({"text": "x" * 200, "label": label}) + "\n" for label in "ab"))
+    write_lines(path, ({"text": "x" * 200, "label": label} for label in "ab"))
     data = DataConfig(train=str(path), max_length=97)
     with pytest.raises(UserError, match="96 positions"):
         finetune.run(settings("gpt2", "classification", policy=encoders["mpnet"], data=data))

@@ -1,7 +1,5 @@
 """Online DPO on several rewards: pairs worked by hand, the short form to the last bit, judges that fail, runs that learn."""
 
-import json
-
 import pytest
 import torch
 
@@ -16,6 +14,7 @@ from alignment.errors import UserError
 from alignment.generation import Generation, response_text
 from alignment.rewards import AnswerSpec, JudgeSpec, LengthSpec, RewardPart, Rewards, RewardSpec
 from alignment.training import OptimConfig, Run, TrainingConfig
+from tests.conftest import write_lines
 from tests.examples import prompt_example
 from tests.stub_server import good, serving
 
@@ -46,7 +45,7 @@ def built(config):
 def sums(tmp_path):
     """Four prompts whose answer is 7."""
     path = tmp_path / "sums.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"Sum {i}?", "answer": "7"}) + "\n" for i in range(4)), "utf-8")
+    write_lines(path, ({"prompt": f"Sum {i}?", "answer": "7"} for i in range(4)))
     return DataConfig(train=str(path), max_length=64)
 
 
@@ -126,7 +125,7 @@ def test_one_entry_is_the_short_form(settings, stage):
 # Settings
 
 
-def test_rewards_that_cannot_be_given_are_refused_before_a_network_is_loaded(settings, stage, sums, monkeypatch):
+def test_impossible_rewards_are_refused_before_a_network_is_loaded(settings, stage, sums, monkeypatch):
     from alignment.algorithms.rollouts import setup
 
     monkeypatch.setattr(setup, "load_policy", lambda *_, **__: pytest.fail("a network was loaded"))
@@ -150,7 +149,7 @@ def spec_of(server, **settings):
     return RewardSpec(judge=JudgeSpec(server.url, retries=0, timeout_seconds=5.0, **settings))
 
 
-def test_a_response_that_the_judge_failed_on_leaves_its_prompt_without_a_pair(settings):
+def test_a_failed_judgment_leaves_its_prompt_without_a_pair(settings):
     """Two responses of sixteen: their prompts are counted and learned nothing from; the others are."""
     broken = set()
 

@@ -21,7 +21,7 @@ from alignment.loading import load_tokenizer
 from alignment.reward_model import load_reward_model, load_reward_network
 from alignment.rewards.build import response_scorer
 from alignment.training import OptimConfig, TrainingConfig
-from tests.conftest import read_lines
+from tests.conftest import read_lines, write_lines
 from tests.examples import prompt_example
 from tests.ppo_states import state_of
 
@@ -138,13 +138,11 @@ def dialogues(tmp_path, stage):
         for number in range(8)
     ]
     path = tmp_path / "dialogues.jsonl"
-    path.write_text("".join(json.dumps({"prompt": row}) + "\n" for row in rows), encoding="utf-8")
+    write_lines(path, ({"prompt": row} for row in rows))
     return policy, str(path), rows
 
 
-def test_a_reward_model_with_another_tokenizer_reads_chat_prompts_through_its_own_template(
-    ppo, foreign, dialogues, tmp_path
-):
+def test_a_foreign_reward_model_reads_chats_through_its_own_template(ppo, foreign, dialogues, tmp_path):
     """What PPO notes as a sample's score is the score of its prompt's messages and its text; a response cut at its length
     is read without an end token. Up to the rounding of another batch."""
     policy, path, rows = dialogues
@@ -174,7 +172,7 @@ def test_a_response_that_ended_is_scored_with_the_reward_models_own_end(tokenize
     assert_close(expected[:1], judge.score([(rows[0], "At nine.")]), atol=5e-6, rtol=0)
 
 
-def test_cut_prompts_are_refused_where_the_reward_model_would_see_them_whole(ppo, foreign, dialogues):
+def test_cut_prompts_are_refused_for_a_foreign_reward_model(ppo, foreign, dialogues):
     policy, path, _ = dialogues
     with open(path, "a", encoding="utf-8") as file:
         file.write(json.dumps({"prompt": [{"role": "user", "content": "Where is it? " * 40}]}) + "\n")
@@ -186,9 +184,7 @@ def test_cut_prompts_are_refused_where_the_reward_model_would_see_them_whole(ppo
         run(replace(config, policy=policy))
 
 
-def test_a_reward_model_whose_template_refuses_the_prompts_is_noticed_before_sampling(
-    ppo, foreign, dialogues, tmp_path
-):
+def test_a_template_that_refuses_prompts_is_noticed_before_sampling(ppo, foreign, dialogues, tmp_path):
     policy, path, _ = dialogues
     with_template(foreign, "{{ raise_exception('no system role') }}")
     run, config = ppo(reward_directory=foreign, value_model="policy", data=DataConfig(train=path))
@@ -197,7 +193,7 @@ def test_a_reward_model_whose_template_refuses_the_prompts_is_noticed_before_sam
     assert not (tmp_path / "ppo" / "samples.jsonl").exists()
 
 
-def test_a_reward_model_with_the_same_words_and_another_chat_template_reads_through_its_own(dialogues, stage, tmp_path):
+def test_a_reward_model_with_another_template_reads_through_its_own(dialogues, stage, tmp_path):
     policy, _, rows = dialogues
     directory = with_template(shutil.copytree(stage("reward") / "model", tmp_path / "judge"), BRACKETED)
     judge, tokenizer = load_reward_model(directory), load_tokenizer(policy)
@@ -207,7 +203,7 @@ def test_a_reward_model_with_the_same_words_and_another_chat_template_reads_thro
     assert given.tolist() == judge.score([(rows[0], "At nine.")], ended=[False]).tolist()
 
 
-def test_ppo_runs_against_a_foreign_reward_model_with_a_value_model_of_its_own(ppo, foreign, read_metrics, tmp_path):
+def test_a_foreign_reward_model_needs_a_value_model_of_the_policy(ppo, foreign, read_metrics, tmp_path):
     run, config = ppo("refused", reward_directory=foreign)
     with pytest.raises(UserError, match="value_model=policy"):
         run(config)
@@ -237,7 +233,7 @@ def kl(prompts, responses):
     return [0.0 for _ in prompts]
 
 
-def test_metrics_of_the_texts_are_logged_under_the_names_of_their_functions(ppo, read_metrics, tmp_path):
+def test_text_metrics_are_logged_under_their_functions_names(ppo, read_metrics, tmp_path):
     training = TrainingConfig(batch_size=2, max_steps=2)
     run, config = ppo(metrics=["hotel_gold", f"{__name__}:count_words"], training=training)
     run(config)
@@ -251,7 +247,7 @@ def test_metrics_of_the_texts_are_logged_under_the_names_of_their_functions(ppo,
 
 
 @pytest.mark.parametrize("names", [["nowhere:count"], ["math:count"], ["math:fsum", "math:fsum"]])
-def test_metrics_that_cannot_be_found_or_told_apart_are_refused_before_a_model_is_loaded(ppo, names):
+def test_unknown_metrics_are_refused_before_a_model_is_loaded(ppo, names):
     _, config = ppo(metrics=names)
     with pytest.raises(UserError, match="metrics: "):
         build_state(replace(config, policy="nowhere"), None)

@@ -57,7 +57,7 @@ def test_scores_win_rate_and_budget_are_worked_by_hand():
     assert "3.01 nats after iteration 7, above held_out.kl_budget (3)" in held_out.ended_by
 
 
-def test_responses_are_drawn_by_a_seed_of_their_own_and_scored_by_the_judge(ppo):
+def test_responses_have_their_own_seed_and_the_judges_scores(ppo):
     _, config = ppo(held_out=replace(BY_LENGTH, seed=11), temperature=0.8)
     with Run(config.output, {}, stage="ppo") as run:
         data = read_data(config, run)
@@ -92,7 +92,7 @@ def test_held_out_figures_leave_out_what_has_no_score():
     assert found["held_out_score"] == 3 and found["held_out_win_rate"] == 0.5
 
 
-def test_the_budget_counts_the_kl_of_the_policy_and_not_that_of_its_filtered_samples(ppo):
+def test_the_budget_counts_the_kl_of_the_policy_not_of_its_samples(ppo):
     _, config = ppo(temperature=0.8, top_k=3)
     with Run(config.output, {}, stage="ppo") as run:
         data = read_data(config, run)
@@ -173,7 +173,7 @@ def test_the_run_ends_at_its_kl_budget_with_the_best_weights_within_it(ppo, monk
     assert (run(config) == model and len(read_metrics(tmp_path / "run")) == 4) or not config.training.save_every_steps
 
 
-def test_a_start_beyond_the_kl_budget_is_refused_before_anything_is_learned(ppo, monkeypatch, read_metrics, tmp_path):
+def test_a_start_beyond_the_kl_budget_is_refused(ppo, monkeypatch, read_metrics, tmp_path):
     planned(monkeypatch, [([0.0] * 4, 4.5)])
     run, config = ppo(held_out=replace(BY_LENGTH, kl_budget=4.0))
     with pytest.raises(UserError, match=r"starting policy's held_out_kl is 4\.5 nats, beyond the budget of 4"):

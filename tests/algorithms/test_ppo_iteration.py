@@ -147,7 +147,7 @@ FAST = OptimConfig(learning_rate=1e-3, eps=1e-5)
 @pytest.mark.parametrize(
     "settings", [{"temperature": 0.6}, {"top_k": 5}, {"top_p": 0.5, "temperature": 1.4}, {"min_p": 0.3}]
 )
-def test_H31_a_filtered_sample_is_scored_in_the_whole_distribution_and_weighed(built, settings):
+def test_H31_filtered_samples_are_scored_whole_and_weighed(built, settings):
     """The ratio starts at 1 whatever the filter; the sampler's own log-probabilities are those of the cut distribution, so
     that each weight is the mass that the filter kept."""
     config, data, state = built(**settings)
@@ -168,7 +168,7 @@ def test_H31_a_filtered_sample_is_scored_in_the_whole_distribution_and_weighed(b
     [{"top_k": 5}, {"top_p": 0.5, "temperature": 1.4}, {"min_p": 0.3}, {"rollouts_behind": 1, "optim": FAST}],
     ids=["top_k", "top_p", "min_p", "behind"],
 )
-def test_the_kl_of_samples_that_are_not_the_policy_s_own_is_summed_over_the_vocabulary(built, settings):
+def test_the_kl_of_foreign_samples_is_summed_over_the_vocabulary(built, settings):
     """`kl`, what is written of each sample and the controller's step: of the policy, whatever has drawn its tokens."""
     config, data, state = built(**settings, kl_target=0.02)
     reference = load_model(config.policy)
@@ -187,7 +187,7 @@ def test_the_kl_of_samples_that_are_not_the_policy_s_own_is_summed_over_the_voca
     assert state.kl.coef == pytest.approx(coef * (1 + error * len(values) / config.kl_horizon), rel=1e-6)
 
 
-def test_the_kl_of_the_policy_s_own_samples_is_the_estimate_from_their_tokens(built):
+def test_the_kl_of_own_samples_is_estimated_from_their_tokens(built):
     config, data, state = built(temperature=0.7)
     move(state.policy.backend.unwrapped)
     metrics, rollout = iterate(state, config, data.prompts_of(0), 0)
@@ -244,7 +244,7 @@ def ranks_of(built, size, **settings):
 
 
 @pytest.mark.parametrize("settings", [{}, {"micro_rollout_batch_size": 3, "top_p": 0.8}], ids=["", "few slots"])
-def test_H37_ranks_draw_different_responses_which_together_are_those_of_one_rank(built, settings):
+def test_H37_ranks_together_draw_the_responses_of_one_rank(built, settings):
     (one,), two = ranks_of(built, 1), ranks_of(built, 2, **settings)
     if not settings:
         merged = dict(
@@ -257,7 +257,7 @@ def test_H37_ranks_draw_different_responses_which_together_are_those_of_one_rank
 
 
 @pytest.mark.parametrize("slots", [1, 3, 8])
-def test_I15_a_seed_reproduces_the_rollouts_whatever_the_slots_and_another_seed_does_not(built, slots):
+def test_I15_a_seed_reproduces_rollouts_whatever_the_slots(built, slots):
     """Responses of several prompts enter as others end: who shares the cache with whom changes no draw (I15)."""
     settings = {"max_new_tokens": 10, "responses_per_prompt": 1, "top_p": 0.9, "temperature": 1.2}
     config, data, state = built(**settings)
@@ -273,7 +273,7 @@ def test_I15_a_seed_reproduces_the_rollouts_whatever_the_slots_and_another_seed_
         assert draw_samples(state, changed, prompts, step).responses.token_ids != wanted.token_ids
 
 
-def test_an_iteration_learns_from_the_samples_of_the_weights_before_the_last_updates(built):
+def test_an_iteration_behind_learns_from_samples_of_older_weights(built):
     """Decoupled PPO: sampled by older weights, the ratio's denominator, reference and values by those of now, weighed."""
     training = TrainingConfig(batch_size=8, max_steps=3)
     config, data, state = built(rollouts_behind=1, training=training, temperature=0.9)

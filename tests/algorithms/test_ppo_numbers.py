@@ -111,7 +111,7 @@ def test_a_rollout_holds_what_each_model_says_of_each_token(collected):
         assert (frame[~rollout.mask] == 0).all()
 
 
-def test_models_are_asked_at_the_samples_temperature_in_batches_that_keep_to_the_limit(collected):
+def test_models_are_asked_at_the_temperature_within_the_limit(collected):
     rollout, asked, _ = collected
     lengths = {f"rollout {n}": len(p) + len(r) for n, p, r in zip(NUMBERS, PROMPTS, rollout.responses, strict=True)}
     assert len(asked) > 2
@@ -533,7 +533,7 @@ def test_the_rows_of_a_minibatch_lie_on_the_ranks_of_their_prompts():
     assert [batch.weight for batch in empty] == [0.0]  # rank 1 has none of these rows, and joins at weight 0
 
 
-def test_H31_importance_weights_make_the_gradient_of_the_policy_out_of_another_ones_samples():
+def test_H31_weights_turn_foreign_samples_into_the_policys_gradient():
     """Enumerated over all tokens: sum of q * weight * A * grad log p is sum of p * A * grad log p; without weights it is not."""
     torch.manual_seed(0)
     tiny = {

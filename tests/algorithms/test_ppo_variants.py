@@ -186,7 +186,7 @@ def gradient_of(state, config, rollout):
 
 
 @pytest.mark.parametrize("variant", ["gae", "rloo", "gspo", "shared"])
-def test_the_mix_adds_gamma_times_the_gradient_of_the_text_and_nothing_at_gamma_0(ppo, world, variant):
+def test_the_mix_adds_gamma_times_the_gradient_of_the_text(ppo, world, variant):
     """grad(total) - grad(ppo) = gamma * grad(language) within 1e-5; gamma = 0 is PPO without the mix, bit for bit."""
     text, settings = DataConfig(train=world["pretrain"], max_length=128), VARIANTS.get(variant, {})
     common = {"epochs": 1, "minibatches": 1, "max_new_tokens": 5, **settings}

@@ -22,6 +22,7 @@ from alignment.reward_model import load_frozen_reward_model, load_reward_model
 from alignment.reward_model.model import CANARIES, TEXTS, fit_calibration
 from alignment.training import OptimConfig, TrainingConfig
 from alignment.training.terms import shard_rows
+from tests.conftest import read_lines, write_lines
 from tests.examples import pair_example
 
 WORDS = ["the spa", "a tour", "the bus", "breakfast", "the pool", "parking"]
@@ -36,7 +37,7 @@ def planted(path, count, seed):
             f" {rng.choice(WORDS)} is {mood} and {rng.choice(WORDS)} too" for mood in ("lovely", "awful")
         )
         rows.append({"prompt": f"How is {rng.choice(WORDS)}?", "chosen": chosen, "rejected": rejected})
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_lines(path, rows)
     return str(path)
 
 
@@ -74,9 +75,9 @@ def test_centering_costs_the_square_of_the_sum():
 def test_margins_of_the_rows_reach_the_loss(ran, checkpoints, tmp_path, read_metrics):
     losses = []
     for margin in (None, 5.0):
-        rows = [json.loads(line) for line in Path(planted(tmp_path / "rows.jsonl", 8, 0)).read_text().splitlines()]
+        rows = read_lines(planted(tmp_path / "rows.jsonl", 8, 0))
         path = tmp_path / f"{margin}.jsonl"
-        path.write_text("".join(json.dumps(row | ({"margin": margin} if margin else {})) + "\n" for row in rows))
+        write_lines(path, (row | ({"margin": margin} if margin else {}) for row in rows))
         output = tmp_path / f"run{margin}"
         ran("reward", checkpoints["llama"], output, data=DataConfig(train=str(path)))
         losses.append(read_metrics(output)[0]["loss"])
@@ -116,7 +117,7 @@ def test_h23_the_end_token_inside_a_prompt_does_not_move_the_score(stage):
 
 
 @pytest.mark.parametrize("name", ["reward", "reward lora"])
-def test_h24_a_loaded_reward_model_scores_its_canaries_as_the_trained_one_did(stage, name):
+def test_h24_a_loaded_reward_model_scores_its_canaries_alike(stage, name):
     directory = stage(name) / "model"
     saved = json.loads((directory / CANARIES).read_text())
     assert len(saved["canaries"]) == len(TEXTS) == 8 and saved["loss"] == "bradley_terry"
@@ -180,7 +181,7 @@ def test_h25_the_gain_and_bias_of_the_worked_numbers():
         fit_calibration(torch.ones(4), "samples")
 
 
-def test_h25_saved_scores_have_mean_0_and_deviation_1_on_the_reference_samples(normalized, world):
+def test_h25_scores_have_mean_0_and_deviation_1_on_the_samples(normalized, world):
     lines = Path(world["comparisons_heldout"]).read_text(encoding="utf-8").splitlines()
     rows = [json.loads(lines[number]) for number in (0, 1, 2, 4, 5, 6)]  # 12 responses, of rows evenly over all 8
     reward = load_reward_model(str(normalized))

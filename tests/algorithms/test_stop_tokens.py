@@ -126,7 +126,7 @@ def test_a_generation_config_that_is_no_object_is_named(content, write_base, tmp
         load_model(str(base))
 
 
-def test_a_model_that_runs_as_transformers_class_carries_its_generation_config_too(chatml, tmp_path):
+def test_a_transformers_class_carries_its_generation_config_too(chatml, tmp_path):
     """Also one that transformers reads and refuses to write: a temperature without do_sample."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -166,7 +166,7 @@ def notes_of(directory):
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
-def test_transformers_scores_as_we_do_where_the_base_pads_with_its_end_token(kind, judge, tmp_path):
+def test_transformers_scores_alike_where_the_base_pads_with_its_end(kind, judge, tmp_path):
     from transformers import AutoModelForSequenceClassification
 
     directory = judge(1, LoRASpec(rank=4) if kind == "lora" else None)

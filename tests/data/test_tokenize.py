@@ -1,6 +1,5 @@
 """Cutting to length, and pairs that become equal: nothing is lost silently (HAZARDS H06, H07, H09)."""
 
-import json
 import re
 from dataclasses import replace
 from itertools import pairwise
@@ -31,6 +30,7 @@ from alignment.data.tokenize import (
 )
 from alignment.data.tokenizers.train import train_bpe
 from alignment.errors import UserError
+from tests.conftest import write_lines
 from tests.examples import sides
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -202,7 +202,7 @@ def test_h06_too_many_cut_rows_are_refused(bytes_only, jsonl, kind, row, told):
     assert len(kept) == 5 and counts.cut[told] == 3
 
 
-def test_a_later_piece_begins_with_the_bos_or_with_the_last_token_of_the_piece_before(bytes_only, metaspace):
+def test_a_later_piece_begins_with_the_bos_or_the_last_token(bytes_only, metaspace):
     for tokenizer, text in ((bytes_only, letters(20)), (metaspace, "the cat sat on the mat " * 4)):
         whole = chat.texts_ids(tokenizer, [text])[0]
         first, *later = (example.ids for example in tokenize_texts([Text(text, "r1")], tokenizer, 8)[0])
@@ -226,7 +226,7 @@ PROMPT = "abcdefgh" * 5  # 40 tokens
 
 
 def write(path, *rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(path, rows)
     return str(path)
 
 

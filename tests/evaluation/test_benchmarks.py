@@ -34,6 +34,7 @@ from alignment.judging.likelihood import LanguageScorer, Likelihood
 from alignment.loading import load_model, load_tokenizer
 from alignment.reports.recipe_report import benchmark_section
 from alignment.statistics.winrate import accuracy_gain, win_rate
+from tests.conftest import write_lines
 
 CHOICES = {
     "kind": "multiple_choice",
@@ -49,7 +50,7 @@ def make_task(tmp_path):
     """Writes rows and a task file, and reads the task."""
 
     def make(rows, settings, **options):
-        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_lines(tmp_path / "rows.jsonl", rows)
         (tmp_path / "task.yaml").write_text(json.dumps(settings))
         return read_task(str(tmp_path / "task.yaml"), tmp_path, **options)
 
@@ -123,7 +124,7 @@ def test_blanks_at_a_context_s_end_belong_to_the_continuation(scorer):
         scorer.encode_requests([("The bar", "")])
 
 
-def test_continuations_of_one_token_share_one_input_and_longer_ones_their_context(scorer, monkeypatch):
+def test_continuations_of_one_token_share_one_input(scorer, monkeypatch):
     sizes = []
     forward = type(scorer.model).forward
     monkeypatch.setattr(
@@ -136,7 +137,7 @@ def test_continuations_of_one_token_share_one_input_and_longer_ones_their_contex
     assert sizes == [40 + 1, 40 + 10 * 2 + 1]  # and the token behind them all
 
 
-def test_long_contexts_lose_their_beginning_and_long_texts_are_cut_into_windows(scorer, peer, capsys):
+def test_long_contexts_lose_their_beginning_and_texts_are_cut(scorer, peer, capsys):
     size = scorer.positions  # 320
     ids = torch.randint(5, 300, (2 * size + 40,), generator=torch.Generator().manual_seed(0)).tolist()
     [found] = scorer.token_likelihoods([(ids[:-2], ids[-2:])])
@@ -824,7 +825,7 @@ def test_lm_eval_s_tasks_run_on_our_models(tmp_path, checkpoints):
     pytest.importorskip("lm_eval")
     rows = [{"question": f"The bar serves {a}", "choices": [" tea", " cider", " olive oil"], "right": i % 3}
             for i, a in enumerate("abcdefgh")]  # fmt: skip
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(tmp_path / "rows.jsonl", rows)
     (tmp_path / "task.yaml").write_text(json.dumps({**CHOICES, "delimiter": ""}))
     own = tmp_path / "lm_eval"
     own.mkdir()

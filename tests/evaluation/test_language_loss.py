@@ -83,7 +83,7 @@ def test_bits_are_per_byte_of_what_is_predicted_and_cut_texts_are_counted(checkp
 
 
 @torch.no_grad()
-def test_a_response_counts_as_the_sum_over_its_tokens_whatever_it_is_batched_with(checkpoints, monkeypatch):
+def test_a_response_counts_as_the_sum_over_its_tokens(checkpoints, monkeypatch):
     model = load_model(checkpoints["llama"])
     sides = [([5, 6], [7, 8, 9], [4]), ([3], [2], [9, 8, 7, 6, 5, 4]), ([1, 2], [3], [5])]
     pairs = [Example.answered(prompt, responses, "pair") for prompt, *responses in sides]

@@ -132,7 +132,7 @@ def test_a_request_draws_the_numbers_of_its_seed_and_row(model):
 # --- log-probabilities ----------------------------------------------------------------------------------------------
 
 
-def test_log_probs_and_alternatives_are_those_of_the_distribution_drawn_from_or_of_the_model(model):
+def test_log_probs_are_of_the_drawn_distribution_or_of_the_model(model):
     sampling = SamplingConfig(12, 0.6, top_k=4, top_p=0.9)
     asked = DecodingRequest([7, 8, 9], sampling, alternatives=6)
     requests = [

@@ -84,7 +84,7 @@ def test_the_variable_length_kernel_equals_padded_attention(device, family, monk
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
-def test_the_variable_length_kernel_with_shared_prompts_equals_itself_without(device, family, monkeypatch):
+def test_the_kernel_with_shared_prompts_equals_itself_without(device, family, monkeypatch):
     model, results = decoder(family).to(device), []
     for batch in two_forms():
         calls = count_kernel_calls(monkeypatch)

@@ -111,9 +111,7 @@ def test_queries_keys_and_values_have_one_type_under_autocast(family, monkeypatc
     ("capability", "head_dim", "applies"),
     [((8, 0), 256, True), ((9, 0), 64, True), ((7, 5), 64, False), ((8, 0), 264, False), ((8, 0), 20, False)],
 )
-def test_old_devices_and_heads_the_kernel_does_not_take_use_padded_documents(
-    capability, head_dim, applies, monkeypatch
-):
+def test_old_devices_and_other_heads_use_padded_documents(capability, head_dim, applies, monkeypatch):
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device=None: capability)
     weight = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, device=torch.device("cuda", 0))
     [block, _] = build_language_model(CONFIGS["llama"] | {"num_hidden_layers": 2}).spec.blocks

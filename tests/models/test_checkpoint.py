@@ -208,7 +208,7 @@ def memory() -> int:
     return int(re.findall(r"RssAnon:\s*(\d+) kB", status)[0]) * 1024
 
 
-def test_loading_in_another_type_holds_the_model_and_never_the_files_type_beside_it(tmp_path):
+def test_loading_in_another_type_holds_the_model_alone(tmp_path):
     """About 60 MB as bfloat16; the file's float32 would be twice that in addition."""
     wide = {"vocab_size": 512, "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 3}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "tie_word_embeddings": False}
@@ -247,7 +247,7 @@ def test_each_tensor_keeps_its_own_type_where_none_is_asked_for(config, director
     load_language_model(directory)
 
 
-def test_unread_parameters_take_no_memory_refuse_writes_and_know_every_slice(config, directory):
+def test_unread_parameters_take_no_memory_and_know_every_slice(config, directory):
     whole, unread = load_language_model(directory), load_language_model(directory, device="meta")
     assert [name for name, _ in unread.named_parameters()] == [name for name, _ in whole.named_parameters()]
     for (name, parameter), real in zip(unread.named_parameters(), whole.parameters(), strict=True):
@@ -288,7 +288,7 @@ def test_every_slice_of_a_fused_tensor_equals_that_of_the_whole_model(family, tm
 # Large models in several files
 
 
-def test_shards_open_here_and_in_transformers_and_a_model_that_fits_is_one_file_with_the_same_bytes(config, tmp_path):
+def test_shards_open_everywhere_and_one_file_has_the_same_bytes(config, tmp_path):
     model = roughen(build_language_model({**config, "bos_token_id": 1, "eos_token_id": 2}))
     for folder in ("one", "many"):
         (tmp_path / folder).mkdir()

@@ -26,7 +26,7 @@ GPT2: dict[str, Any] = {
 ROWS = [[5, 6, 7, 8, 9], [10], [11, 12, 13]]
 
 
-def test_pooling_takes_the_first_vector_the_last_or_the_mean_of_each_document():
+def test_pooling_takes_the_first_the_last_or_the_mean():
     hidden = torch.arange(18.0).reshape(9, 2)  # documents are rows 0-4, 5 and 6-8
     batch = Ragged.build(ROWS)
     assert_close(pooled(hidden, batch, "first"), torch.tensor([[0.0, 1.0], [10.0, 11.0], [12.0, 13.0]]))
@@ -66,7 +66,7 @@ def test_the_second_sentence_of_a_pair_is_told_apart_by_its_segment():
     assert_close(model(ids, None, torch.zeros_like(ids)).logits, model(ids).logits)
 
 
-def test_a_classification_head_drops_before_and_after_its_transform_in_training_only():
+def test_a_classification_head_drops_in_training_only():
     head = ClassificationHeadSpec(4, bias=False, input_dropout=0.5).build(4)
     nn.init.eye_(head.output.weight)
     x = torch.ones(200, 4)
@@ -76,7 +76,7 @@ def test_a_classification_head_drops_before_and_after_its_transform_in_training_
     assert 0.4 < (found == 0).float().mean() < 0.6
 
 
-def test_an_encoder_with_one_class_scores_texts_and_gives_no_values_of_tokens(tmp_path):
+def test_an_encoder_with_one_class_scores_texts_and_no_tokens(tmp_path):
     model = roughen(build_model(BERT, "scalar"))
     assert isinstance(model, SequenceClassifier)
     assert model(batch=Ragged.build(ROWS)).logits.shape == (3, 1)

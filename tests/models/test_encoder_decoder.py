@@ -94,7 +94,7 @@ def test_a_decoder_without_a_source_says_so(model):
         model.decoder(Ragged.build([[0, 5]]))
 
 
-def test_packings_of_sources_and_targets_hold_the_same_rows_in_the_same_order():
+def test_sources_and_targets_are_packed_in_the_same_order():
     ours, theirs = pad_layouts((300, 2, 5, 120), (1, 400, 5, 3), 8)
     assert len(ours.groups) > 1  # else the order could not differ
     order = {length: row for row, length in enumerate((300, 2, 5, 120))}

@@ -35,6 +35,7 @@ from alignment.statistics.reward_card import (
 )
 from alignment.statistics.winrate import Z_95, paired_interval
 from alignment.training import TrainingConfig
+from tests.conftest import write_lines
 
 
 def group(scores, ranks=(0, 1), lengths=(10, 10), prompt="p"):
@@ -44,7 +45,7 @@ def group(scores, ranks=(0, 1), lengths=(10, 10), prompt="p"):
 # --- accuracy -------------------------------------------------------------------------------------------------------
 
 
-def test_one_pair_per_prompt_has_tangos_interval_and_pairs_of_a_prompt_are_not_counted_as_independent():
+def test_one_pair_per_prompt_has_tangos_interval():
     alone = clustered_rate(np.array([1.0, 1.0, 0.5, 0.0]), np.arange(4))
     assert alone is not None
     assert (alone["rate"], alone["wins"], alone["losses"], alone["ties"]) == (0.625, 2, 1, 1)
@@ -236,12 +237,7 @@ def test_a_planted_scorer_of_length_and_padding_shows_in_the_card(world, tokeniz
 # --- runs -----------------------------------------------------------------------------------------------------------
 
 
-def write_lines(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
-def test_a_run_writes_the_card_of_several_sources_and_a_curve_of_a_policys_samples(stage, world, tmp_path):
+def test_a_run_writes_the_card_of_several_sources_and_a_curve(stage, world, tmp_path):
     rankings = write_lines(
         tmp_path / "rankings.jsonl",
         [
@@ -306,7 +302,7 @@ def test_padded_calls_of_every_member_of_an_ensemble_give_its_scores(kind, stage
     assert max(form["largest"] for form in card["robustness"]["forms"].values()) < 1e-4
 
 
-def test_pairs_of_one_ranking_are_clustered_and_what_is_not_asked_for_is_left_out(stage, tmp_path):
+def test_pairs_of_one_ranking_are_clustered(stage, tmp_path):
     rows = write_lines(
         tmp_path / "rows.jsonl",
         [{"prompt": f"Guest {i}:", "responses": [" a b", " c", " d e f"], "ranking": [0, 1, 2]} for i in range(4)],

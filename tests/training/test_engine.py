@@ -205,7 +205,7 @@ WAYS = pytest.mark.parametrize("way", ["ddp", pytest.param("fsdp2", marks=pytest
 
 @pytest.mark.distributed
 @WAYS
-def test_h11_ranks_of_three_and_nine_tokens_have_the_gradient_of_their_union(on_two_ranks, way):
+def test_h11_ranks_of_three_and_nine_tokens_have_the_union_s_gradient(on_two_ranks, way):
     found = on_two_ranks(way)
     union = sum(map(sum, TOKENS)) / 12  # 0.55; a mean of the ranks' means would give 0.7
     assert union == pytest.approx(0.55)
@@ -214,7 +214,7 @@ def test_h11_ranks_of_three_and_nine_tokens_have_the_gradient_of_their_union(on_
 
 
 @pytest.mark.parametrize("micro_batch", [1, 4])
-def test_h14_the_logged_rate_is_that_of_the_update_whatever_the_accumulation(micro_batch):
+def test_h14_the_logged_rate_is_that_of_the_update(micro_batch):
     engine = toy_engine(learning_rate=2e-4, warmup_steps=3, steps=12)
     logged = []
     for step in range(12):
