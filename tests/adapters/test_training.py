@@ -19,7 +19,7 @@ from alignment.models.huggingface.checkpoint import load_pretrained
 from alignment.training import OptimConfig, TrainingConfig
 from tests.adapters.tiny_models import ISSUE, disturb, training_batch, write
 from tests.conftest import write_lines
-from tests.stopping import run_stopped
+from tests.stopping import assert_goes_on
 
 SPECS = {
     "prompt": PromptSpec(tokens=4),
@@ -135,13 +135,7 @@ def test_a_start_with_such_an_adapter_takes_no_other(kind, started, make_stage, 
 @NEW_KIND
 def test_stopped_and_resumed_equals_uninterrupted(kind, checkpoints, make_stage, tmp_path):
     changes = {"adapter": SPECS[kind], "training": TrainingConfig(batch_size=4, max_steps=3)}
-    run, config = make_stage("sft", checkpoints["llama"], tmp_path / "whole", **changes)
-    whole = run(config)
-    run, config = make_stage("sft", checkpoints["llama"], tmp_path / "parts", **changes)
-    assert run_stopped(run, config, 1) == 143
-    parts = run(config)
-    wanted, found = (load_file(path / "adapter_model.safetensors") for path in (whole, parts))
-    assert wanted.keys() == found.keys() and all(torch.equal(wanted[name], found[name]) for name in wanted)
+    assert_goes_on(lambda name: make_stage("sft", checkpoints["llama"], tmp_path / name, **changes), 1, tmp_path)
 
 
 PRETRAINED = {

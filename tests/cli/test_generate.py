@@ -9,13 +9,8 @@ from alignment import generate, load_model, load_tokenizer
 from alignment.adapters import LoRASpec, PrefixSpec, attach, save_adapter
 from alignment.cli import main
 from tests.adapters.tiny_models import disturb
+from tests.cli.test_chat import CHAT
 from tests.conftest import write_lines
-
-CHAT = (
-    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}"
-    "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant: {% endif %}"
-)
 
 
 @pytest.fixture

@@ -28,23 +28,14 @@ from alignment.data.tokenize import (
     tokenize_texts,
     truncate,
 )
-from alignment.data.tokenizers.train import train_bpe
 from alignment.errors import UserError
 from tests.conftest import write_lines
 from tests.examples import sides
-
-LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def letters(count):
     """So many tokens: characters outside ASCII letters never merged in training."""
     return "".join(chr(0x21 + index % 15) for index in range(count))
-
-
-@pytest.fixture(scope="module")
-def bytes_only():
-    """A tokenizer without merges: one token per ASCII character."""
-    return train_bpe(["x"], 259)
 
 
 def test_h06_long_response_is_cut_at_its_end_and_counted(bytes_only):

@@ -17,7 +17,6 @@ from alignment.errors import UserError
 from tests.examples import chat_ids, sides
 
 ASKED = [{"role": "user", "content": "Price: "}]
-DIALOGUE = [*ASKED, {"role": "assistant", "content": "$4"}, *ASKED, {"role": "assistant", "content": "$46"}]
 
 
 @pytest.fixture
@@ -81,10 +80,8 @@ def test_h04_the_seam_of_prompt_and_response_does_not_merge(tokenizer, prompt):
         assert tokenizer.decode([i for i, counts in zip(row.ids, row.mask, strict=True) if counts]) == words + end, kind
 
 
-def test_h05_the_mask_of_a_dialogue_is_neither_all_zero_nor_all_one(tokenizer):
-    ids, mask = chat_ids(tokenizer, DIALOGUE)
-    assert any(mask) and not all(mask)
-    assert tokenizer.decode([i for i, counts in zip(ids, mask, strict=True) if counts]) == "$4<|im_end|>$46<|im_end|>"
-    for messages in (ASKED, [DIALOGUE[1]]):  # with nothing before the reply everything would count
+def test_h05_a_dialogue_of_prompts_or_replies_alone_is_refused(tokenizer):
+    """Its mask would be all zeros or all ones."""
+    for messages in (ASKED, [{"role": "assistant", "content": "$4"}]):
         with pytest.raises(UserError, match="needs an assistant message"):
             chat_ids(tokenizer, messages)

@@ -2,11 +2,11 @@
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch.testing import assert_close
 
 from alignment.adapters import LoRASpec
@@ -23,7 +23,7 @@ from alignment.models.huggingface.checkpoint import load_language_model
 from alignment.models.new_weights import grow_vocabulary
 from alignment.training import TrainingConfig
 from tests.conftest import write_lines
-from tests.stopping import run_stopped
+from tests.stopping import assert_goes_on
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
@@ -167,8 +167,8 @@ def test_a_stage_adds_tokens_trains_their_rows_and_goes_on_bit_for_bit(kind, cal
     if kind == "pretrain":
         calls = write_rows(tmp_path / "texts.jsonl", [{"text": f"Go <tool>look {n}</tool>"} for n in range(4)])
     settings = {"data": calls, "add_tokens": (*TOOLS, "<idle>"), "training": TrainingConfig(batch_size=2, epochs=2)}
-    run, config = make_stage(kind, checkpoints["llama"], tmp_path / "run", **settings)
-    trained = str(run(config))
+    make = partial(make_stage, kind, checkpoints["llama"], **settings)
+    trained = str(assert_goes_on(lambda name: make(output=tmp_path / name), 2, tmp_path))
     known = len(load_tokenizer(checkpoints["llama"]))
     assert encode(load_tokenizer(trained), ["<tool></tool><idle>"]) == [[known, known + 1, known + 2]]
     start, end = load_model(checkpoints["llama"]).trunk.embed.weight, load_model(trained).trunk.embed.weight
@@ -176,10 +176,6 @@ def test_a_stage_adds_tokens_trains_their_rows_and_goes_on_bit_for_bit(kind, cal
     moved = (end[known:] - start[:known].mean(0)).abs().amax(1)
     assert len(end) == known + 3 and min(moved[:2]) > 1e-4 and moved[2] < 1e-6
     assert equals_transformers(trained, [3, known, 5, known + 1])
-    run, again = make_stage(kind, checkpoints["llama"], tmp_path / "stopped", **settings)
-    assert run_stopped(run, again, 2) == 143
-    weights = load_file(run(again) / "model.safetensors")
-    assert all(torch.equal(tensor, weights[name]) for name, tensor in load_file(f"{trained}/model.safetensors").items())
 
 
 def test_control_tokens_are_added_before_the_template_is_checked(checkpoints, make_stage, tmp_path):

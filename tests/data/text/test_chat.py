@@ -209,7 +209,7 @@ def test_unusable_templates_are_refused(chatml, templates, template, message):
         chat.prompt_ids(chatml, [USER])
 
 
-def test_every_assistant_turn_of_a_dialogue_is_trained_on(chatml):
+def test_h05_every_assistant_turn_of_a_dialogue_is_trained_on(chatml):
     row = Demonstration(DIALOGUE[:-1], "$46", "r1", DIALOGUE)
     [whole], _ = tokenize_demonstrations([row], chatml, 1000)
     assert spans(chatml, whole.ids, whole.mask) == ["hello to you<|im_end|>", "on the mat<|im_end|>", "$46<|im_end|>"]
