@@ -11,21 +11,24 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from alignment import load_model
 from alignment.algorithms.dpo.kin import mean_log_ratio
 from alignment.algorithms.rollouts.metrics import moments
 from alignment.errors import UserError
-from alignment.evaluation.language_loss import language_loss
+from alignment.evaluation import language_loss
 from alignment.generation import SamplingConfig
 from alignment.generation.engine import _read
 from alignment.generation.sampling import RowSampler
-from alignment.loading import best_device, load_model
+from alignment.loading import best_device
 from alignment.models.build import build_language_model
-from alignment.models.layers.rotary import DynamicScaling, RotarySpec, scaled_frequencies
+from alignment.models.layers import DynamicScaling, RotarySpec
+from alignment.models.layers.rotary import scaled_frequencies
 from alignment.models.weights_config import set_up_device
 from alignment.ragged import Ragged, has_apple_gpu, on_float64_device
 from alignment.rewards.combine import part_metrics
+from alignment.training import OptimConfig
 from alignment.training.distributed import ProcessGroup, init_distributed
-from alignment.training.optim import OptimConfig, check_optimizer
+from alignment.training.optim import check_optimizer
 
 ALONE = ProcessGroup("single", 0, 1, torch.device("cpu"), None)
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import yaml
 
+from alignment import load_model
 from alignment.config.load import load_config, packaged_folder, packaged_writer
 from alignment.errors import UserError
-from alignment.loading import load_model
 from alignment.pipeline.stages import find_stage
 from alignment.training import learning_rate_at
 

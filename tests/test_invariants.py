@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 from torch.testing import assert_close
 
+from alignment import generate, load_model, load_reward_model
 from alignment.adapters import LoRASpec, PrefixSpec, attach, load_adapter, merge_adapter, save_adapter
 from alignment.algorithms import dpo, reward
 from alignment.algorithms.policies import load_policy, load_value_model, reference_of
@@ -35,15 +36,11 @@ from alignment.data.prepare import prepare
 from alignment.data.stream import Stream
 from alignment.data.text.chat import end_token_id
 from alignment.errors import UserError
-from alignment.generation import generate
-from alignment.loading import load_model
 from alignment.models import transformer
 from alignment.models.build import build_language_model, build_scalar_model
 from alignment.models.huggingface.checkpoint import load_language_model, load_scalar_model, save_model
 from alignment.ragged import Ragged
-from alignment.reward_model import load_reward_model
-from alignment.training import Engine, OptimConfig, Run, Term, TrainingConfig
-from alignment.training.engine import NonFiniteError
+from alignment.training import Engine, NonFiniteError, OptimConfig, Run, Term, TrainingConfig
 from tests.conftest import read_lines, write_lines
 from tests.examples import padded
 

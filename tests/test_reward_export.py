@@ -9,11 +9,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
-from alignment.adapters.specs import LoRASpec
+from alignment import load_reward_model
+from alignment.adapters import LoRASpec
 from alignment.algorithms.reward import EnsembleConfig, NormalizeConfig
 from alignment.commands.export import export_model
 from alignment.errors import UserError
-from alignment.reward_model import load_reward_model, member_count
+from alignment.reward_model import member_count
 from alignment.reward_model.model import read_canaries
 from alignment.training import TrainingConfig
 from tests.conftest import write_lines

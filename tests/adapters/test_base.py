@@ -7,9 +7,9 @@ import shutil
 import pytest
 import torch
 
+from alignment import load_model, load_tokenizer
 from alignment.adapters import LoRASpec, PrefixSpec
 from alignment.errors import UserError
-from alignment.loading import load_model, load_tokenizer
 from alignment.training import TrainingConfig
 
 SPECS = pytest.mark.parametrize("spec", [LoRASpec(rank=2), PrefixSpec(tokens=2)], ids=["LoRA", "prefix"])

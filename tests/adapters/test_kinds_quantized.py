@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from alignment import load_model
 from alignment.adapters import (
     BottleneckSpec,
     DoRASpec,
@@ -20,7 +21,6 @@ from alignment.adapters import (
 )
 from alignment.adapters.lora import lora_layers
 from alignment.errors import UserError
-from alignment.loading import load_model
 from alignment.models import quantization
 from alignment.models.huggingface.checkpoint import save_model
 from tests.adapters.tiny_models import disturb, inputs, train, training_batch, write

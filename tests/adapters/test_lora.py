@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from alignment import load_model
 from alignment.adapters import IA3Spec, LoRASpec, PrefixSpec, attach, disabled, merge_adapter, save_adapter
 from alignment.adapters.lora import keep_as_start
 from alignment.errors import UserError
-from alignment.loading import load_model
 from alignment.models.build import build_language_model
 from alignment.models.huggingface.checkpoint import load_language_model, save_model
 from tests.adapters.conftest import disturb

@@ -9,12 +9,12 @@ import torch
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
+from alignment import load_model
 from alignment.adapters import BottleneckSpec, PrefixSpec, PromptSpec, attach
 from alignment.algorithms import pretrain
 from alignment.algorithms.pretrain import Causal, Masked, SpanCorruption
 from alignment.data.config import DataConfig
 from alignment.errors import UserError
-from alignment.loading import load_model
 from alignment.models.huggingface.checkpoint import load_pretrained
 from alignment.training import OptimConfig, TrainingConfig
 from tests.adapters.tiny_models import ISSUE, disturb, training_batch, write

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from alignment import load_model, load_reward_model, load_tokenizer
 from alignment.algorithms import best_of_n
 from alignment.algorithms.best_of_n import (
     BestOfNConfig,
@@ -28,8 +29,6 @@ from alignment.data.text.chat import stop_token_ids
 from alignment.data.tokenize import tokenize_prompts
 from alignment.errors import UserError
 from alignment.generation import SamplingConfig, decode_responses, response_text
-from alignment.loading import load_model, load_tokenizer
-from alignment.reward_model import load_reward_model
 from alignment.rewards import AnswerSpec, LengthSpec, RewardPart, Rewards, RewardSpec
 from alignment.training import OptimConfig, TrainingConfig
 from tests.conftest import read_lines, write_lines

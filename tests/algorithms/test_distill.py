@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from alignment import load_model
 from alignment.adapters import LoRASpec
 from alignment.algorithms.distill import DistillConfig, build_distill_state, distill_loss_fn, sample_and_distill
 from alignment.algorithms.rollouts.rollout import collect, ragged_of
 from alignment.algorithms.rollouts.setup import read_rollout_data
 from alignment.data.config import DataConfig
 from alignment.errors import UserError
-from alignment.loading import load_model
 from alignment.losses.language import kl_divergence
 from alignment.training import OptimConfig, Run, TrainingConfig
 from tests.ppo_states import exact_kl

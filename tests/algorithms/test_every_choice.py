@@ -13,10 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from alignment import load_model
 from alignment.cli import main
 from alignment.config.schema import config_keys, packaged_schema, type_text
 from alignment.data.tokenizers.tokenizer import save_tokenizer
-from alignment.loading import load_model
 from alignment.losses.preference_table import LOSSES
 from alignment.models.build import build_model
 from alignment.models.huggingface.checkpoint import save_model

@@ -3,13 +3,11 @@
 import pytest
 import torch
 
+from alignment import generate, load_model, load_reward_model, load_tokenizer
 from alignment.data.config import DataConfig
 from alignment.data.tokenizers.tokenizer import save_tokenizer
-from alignment.generation import generate
-from alignment.loading import load_model, load_tokenizer
 from alignment.models.build import build_language_model
 from alignment.models.huggingface.checkpoint import save_model
-from alignment.reward_model import load_reward_model
 from alignment.training import OptimConfig, TrainingConfig
 from tests.models.conftest import DECODERS as CASES
 

@@ -10,6 +10,7 @@ import transformers
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
+from alignment import load_tokenizer
 from alignment.adapters import DoRASpec, IA3Spec, LoRASpec
 from alignment.algorithms.finetune import finetune, scoring
 from alignment.algorithms.finetune.finetune import FinetuneConfig
@@ -34,7 +35,6 @@ from alignment.data.tasks import (
 )
 from alignment.data.text.special_tokens import EncodedText
 from alignment.errors import UserError
-from alignment.loading import load_tokenizer
 from alignment.losses.language import squared_error_loss
 from alignment.models.huggingface.checkpoint import load_language_model, load_pretrained
 from alignment.models.weights_config import WeightsConfig

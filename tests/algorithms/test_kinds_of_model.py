@@ -6,13 +6,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from alignment import load_reward_model
 from alignment.data.config import DataConfig
 from alignment.data.tokenizers.tokenizer import save_tokenizer
 from alignment.errors import UserError
 from alignment.evaluation import reward_accuracy
 from alignment.models.build import build_model
 from alignment.models.huggingface.checkpoint import save_model
-from alignment.reward_model import load_reward_model
 from tests.conftest import read_lines
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}

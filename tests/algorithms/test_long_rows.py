@@ -2,11 +2,10 @@
 
 import pytest
 
-from alignment import generate
+from alignment import generate, load_model, load_tokenizer
 from alignment.adapters import PrefixSpec
 from alignment.data.config import DataConfig
 from alignment.errors import UserError
-from alignment.loading import load_model, load_tokenizer
 from alignment.training import TrainingConfig
 from tests.conftest import write_lines
 

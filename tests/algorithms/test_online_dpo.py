@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from alignment import load_model, load_tokenizer
 from alignment.adapters import LoRASpec
 from alignment.algorithms.online_dpo import (
     OnlineDPOConfig,
@@ -23,7 +24,6 @@ from alignment.algorithms.rollouts.rollout import Rollout, collect
 from alignment.algorithms.rollouts.setup import read_rollout_data
 from alignment.data.config import DataConfig
 from alignment.errors import UserError
-from alignment.loading import load_model, load_tokenizer
 from alignment.rewards.functions import load_own
 from alignment.training import Run
 from tests.conftest import read_lines

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from alignment import load_model, load_reward_model, load_tokenizer
 from alignment.algorithms import reward, sft
 from alignment.algorithms.dpo import dpo
 from alignment.algorithms.rollouts import loop as ppo
 from alignment.data.config import DataConfig
-from alignment.loading import load_model, load_tokenizer
-from alignment.reward_model import load_reward_model, load_reward_network
+from alignment.reward_model import load_reward_network
 from alignment.training import TrainingConfig
 from tests.examples import padded
 

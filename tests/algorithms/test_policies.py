@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from alignment import load_tokenizer
 from alignment.adapters import LoRASpec
 from alignment.algorithms import pretrain, reward, sft
 from alignment.algorithms.dpo import dpo
@@ -17,7 +18,6 @@ from alignment.algorithms.runs import read_split
 from alignment.algorithms.sft import language_loss_fn
 from alignment.data.config import DataConfig
 from alignment.data.tokenize import PROMPT_CUT
-from alignment.loading import load_tokenizer
 from alignment.models.outputs import LanguageOutput
 from alignment.ragged import Ragged
 from alignment.training import LossSum, TrainingConfig, held_out_metrics

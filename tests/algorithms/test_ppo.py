@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from alignment import load_reward_model, load_tokenizer
 from alignment.adapters import LoRASpec, PrefixSpec
 from alignment.algorithms.ppo import iterate
 from alignment.algorithms.ppo.setup import build_state, start_value_model
@@ -17,8 +18,7 @@ from alignment.data.config import DataConfig
 from alignment.data.text.chat import prompt_ids
 from alignment.errors import UserError
 from alignment.hotel_world.gold import gold_score
-from alignment.loading import load_tokenizer
-from alignment.reward_model import load_reward_model, load_reward_network
+from alignment.reward_model import load_reward_network
 from alignment.rewards.build import response_scorer
 from alignment.training import OptimConfig, TrainingConfig
 from tests.conftest import read_lines, write_lines

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
+from alignment import load_model
 from alignment.algorithms.ppo.config import HeldOutConfig
 from alignment.algorithms.ppo.setup import build_state, read_data
 from alignment.algorithms.rollouts import loop
@@ -18,8 +19,7 @@ from alignment.algorithms.rollouts.state import HeldOut, win_share
 from alignment.data.config import DataConfig
 from alignment.errors import UserError
 from alignment.generation import SamplingConfig, decode_responses
-from alignment.loading import load_model
-from alignment.rewards.specs import LengthSpec, RewardSpec
+from alignment.rewards import LengthSpec, RewardSpec
 from alignment.training import OptimConfig, Run, TrainingConfig
 from alignment.training.settings import EarlyStopping
 from tests.ppo_states import exact_kl, move

@@ -11,17 +11,16 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from alignment.algorithms.ppo import ppo
+from alignment import load_model
+from alignment.algorithms.ppo import iterate, ppo
 from alignment.algorithms.ppo.advantages import add_advantages
 from alignment.algorithms.ppo.loss_functions import rollout_batches
 from alignment.algorithms.ppo.metrics import sampling_error
-from alignment.algorithms.ppo.ppo import iterate
 from alignment.algorithms.ppo.state import ScoreNormalizer
 from alignment.algorithms.rollouts.metrics import sample_columns
 from alignment.algorithms.rollouts.rollout import collect, draw_samples, ragged_of
 from alignment.data.config import DataConfig
 from alignment.generation import SamplingConfig, decode_responses
-from alignment.loading import load_model
 from alignment.ragged import Ragged
 from alignment.training import OptimConfig, TrainingConfig
 from tests.ppo_states import exact_kl, move

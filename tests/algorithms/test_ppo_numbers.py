@@ -34,7 +34,7 @@ from alignment.algorithms.rollouts.metrics import distinct_share, repeated_share
 from alignment.algorithms.rollouts.rollout import Baseline, collect, group_rollouts, ragged_of
 from alignment.errors import UserError
 from alignment.generation import SamplingConfig, decode_responses
-from alignment.losses.policy import importance_weights
+from alignment.losses import importance_weights
 from alignment.models.build import build_language_model, build_scalar_model
 from alignment.models.huggingface.checkpoint import load_language_model
 from alignment.models.operations import forward_operations

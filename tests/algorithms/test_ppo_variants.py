@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from alignment import load_model
 from alignment.adapters import LoRASpec, PrefixSpec
 from alignment.algorithms.ppo import iterate
 from alignment.algorithms.ppo import ppo as ppo_module
@@ -14,7 +15,6 @@ from alignment.algorithms.ppo.ppo import update_policy_and_value
 from alignment.algorithms.sft import language_loss_fn
 from alignment.data.config import DataConfig
 from alignment.generation import SamplingConfig, decode_responses
-from alignment.loading import load_model
 from alignment.training import OptimConfig, TrainingConfig
 from tests.ppo_states import state_of
 

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 from torch.testing import assert_close
 
+from alignment import load_model, load_tokenizer
 from alignment.algorithms import pretrain
 from alignment.algorithms.pretrain import (
     Causal,
@@ -28,7 +29,6 @@ from alignment.data.rows.records import Text
 from alignment.data.tokenizers.tokenizer import save_tokenizer
 from alignment.data.tokenizers.train import train_tokenizer
 from alignment.errors import UserError
-from alignment.loading import load_model, load_tokenizer
 from alignment.models.build import build_model
 from alignment.models.huggingface.checkpoint import load_pretrained
 from alignment.models.new_weights import attach_span_boundary, init_from_teacher, spaced_layers

@@ -15,7 +15,7 @@ from alignment.algorithms.ppo.config import HeldOutConfig
 from alignment.algorithms.reward import EnsembleConfig, RewardConfig
 from alignment.algorithms.sft import SamplesConfig, SFTConfig
 from alignment.data.config import DataConfig
-from alignment.rewards.specs import LengthSpec, RewardSpec
+from alignment.rewards import LengthSpec, RewardSpec
 from alignment.training import TrainingConfig
 
 ROWS = DataConfig(train="t")

@@ -10,18 +10,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
+from alignment import load_reward_model
 from alignment.algorithms.reward import NormalizeConfig, objective_loss_fn, score_metrics
 from alignment.data.batches import Example, StepBatch, collate_pairs
 from alignment.data.config import DataConfig
 from alignment.errors import UserError
-from alignment.losses.preference import bradley_terry_loss
+from alignment.losses import bradley_terry_loss
 from alignment.models.outputs import ValueOutput
 from alignment.models.shared_weights import SharedWeights
 from alignment.ragged import Ragged
-from alignment.reward_model import load_frozen_reward_model, load_reward_model
+from alignment.reward_model import load_frozen_reward_model
 from alignment.reward_model.model import CANARIES, TEXTS, fit_calibration
-from alignment.training import OptimConfig, TrainingConfig
-from alignment.training.terms import shard_rows
+from alignment.training import OptimConfig, TrainingConfig, shard_rows
 from tests.conftest import read_lines, write_lines
 from tests.examples import pair_example
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from alignment.adapters.specs import LoRASpec
+from alignment import load_reward_model
+from alignment.adapters import LoRASpec
 from alignment.algorithms.reward import EnsembleConfig, bootstrap_counts, objective_loss_fn
 from alignment.commands.export import export_model
 from alignment.data.batches import Example, collate_pairs, collate_rankings
@@ -20,7 +21,7 @@ from alignment.models.build import build_model
 from alignment.models.huggingface.checkpoint import save_model
 from alignment.models.outputs import ValueOutput
 from alignment.models.shared_weights import SharedWeights
-from alignment.reward_model import load_frozen_reward_model, load_reward_model
+from alignment.reward_model import load_frozen_reward_model
 from alignment.training import OptimConfig, TrainingConfig
 from tests.conftest import read_lines, write_lines
 from tests.examples import pair_example, ranked_example

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from alignment import load_model, load_tokenizer
 from alignment.adapters import LoRASpec, PrefixSpec, attach, save_adapter
 from alignment.algorithms.policies import load_policy, reference_of
 from alignment.algorithms.ppo import iterate
 from alignment.data.tokenizers.tokenizer import save_tokenizer
-from alignment.loading import load_model, load_tokenizer
 from alignment.models.huggingface.checkpoint import load_language_model, load_scalar_model
 from alignment.models.shared_weights import SharedWeights
 from alignment.models.weight_bytes import held_bytes, total_bytes

@@ -6,17 +6,15 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from alignment import generate, load_model, load_reward_model, load_tokenizer
 from alignment.adapters import LoRASpec, PrefixSpec
 from alignment.commands.export import export_model
 from alignment.data.config import DataConfig
 from alignment.data.text.chat import stop_token_ids
 from alignment.data.tokenizers.tokenizer import save_tokenizer
 from alignment.data.tokenizers.train import train_bpe
-from alignment.generation import generate
-from alignment.loading import load_model, load_tokenizer
 from alignment.models.build import build_language_model
 from alignment.models.huggingface.checkpoint import save_model
-from alignment.reward_model import load_reward_model
 from alignment.training import OptimConfig, TrainingConfig
 from tests.data.conftest import CHATML, TURNS
 

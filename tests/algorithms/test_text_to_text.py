@@ -10,11 +10,10 @@ import torch
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
-from alignment import load_reward_model
+from alignment import generate, load_model, load_reward_model, load_tokenizer
 from alignment.adapters import LoRASpec, PrefixSpec
 from alignment.algorithms import reward, sft
-from alignment.algorithms.dpo import dpo
-from alignment.algorithms.dpo.config import DPOConfig
+from alignment.algorithms.dpo import DPOConfig, dpo
 from alignment.data.batches import collate, collate_for_encoder_decoder
 from alignment.data.config import DataConfig
 from alignment.data.encoder_inputs import TEXT_TO_TEXT
@@ -25,10 +24,9 @@ from alignment.errors import UserError
 from alignment.evaluation import win_rate_run
 from alignment.evaluation.benchmarks import run as benchmarks
 from alignment.evaluation.benchmarks.run import BenchmarksConfig
-from alignment.generation import SamplingConfig, generate
+from alignment.generation import SamplingConfig
 from alignment.judging.config import WinRateConfig
 from alignment.judging.likelihood import LanguageScorer
-from alignment.loading import load_model, load_tokenizer
 from alignment.models.build import build_language_model
 from alignment.models.huggingface.checkpoint import save_model
 from alignment.training import OptimConfig, TrainingConfig

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from alignment import load_model
 from alignment.adapters import LoRASpec, PrefixSpec
 from alignment.algorithms.dpo import DPOConfig
 from alignment.algorithms.finetune import finetune
@@ -21,7 +22,7 @@ from alignment.commands.generate import generate_responses
 from alignment.data.config import DataConfig
 from alignment.data.tokenizers.tokenizer import save_tokenizer
 from alignment.errors import UserError
-from alignment.loading import load_frozen_model, load_model
+from alignment.loading import load_frozen_model
 from alignment.models.build import build_model
 from alignment.models.huggingface.checkpoint import load_language_model, load_pretrained, save_model
 from alignment.models.quantization import quantization_of

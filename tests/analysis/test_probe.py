@@ -9,15 +9,14 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from alignment import cli
+from alignment import cli, load_model
 from alignment.adapters import PromptSpec, attach
-from alignment.analysis.lens import layer_states
+from alignment.analysis import layer_states
 from alignment.analysis.probe import ProbeRows, control_classes, probe_layers, probe_outcomes, read_probe_rows
 from alignment.data.rows.records import Tally
 from alignment.data.tasks import LabeledExamples, LabeledRow, TaskExample
 from alignment.data.text.special_tokens import EncodedText
 from alignment.errors import UserError
-from alignment.loading import load_model
 from alignment.models.build import build_model
 from alignment.models.external.load import load_external
 from alignment.models.huggingface.checkpoint import load_pretrained

@@ -8,9 +8,9 @@ import torch
 from captum.attr import InputXGradient, IntegratedGradients
 from torch.testing import assert_close
 
-from alignment import cli
+from alignment import cli, load_model, load_reward_model, load_tokenizer
 from alignment.adapters import PromptSpec, attach
-from alignment.analysis.attribution import gradient_times_input, integrated_gradients
+from alignment.analysis import gradient_times_input, integrated_gradients
 from alignment.analysis.saliency import (
     explain_answer,
     explained_class,
@@ -25,11 +25,9 @@ from alignment.data.text.templates import with_chat_template
 from alignment.data.tokenizers.tokenizer import save_tokenizer
 from alignment.data.tokenizers.train import train_wordpiece
 from alignment.errors import UserError
-from alignment.loading import load_model, load_tokenizer
 from alignment.models.build import build_model
 from alignment.models.external.load import load_external
 from alignment.models.huggingface.checkpoint import save_model
-from alignment.reward_model import load_reward_model
 from tests.analysis.test_inspection import Page, tiny
 from tests.conftest import roughen, write_lines
 

@@ -10,14 +10,13 @@ import torch
 import yaml
 from typer.testing import CliRunner
 
-from alignment import cli
+from alignment import cli, load_tokenizer
 from alignment.commands.init import fitting_values, kind_of
 from alignment.config.load import load_config
 from alignment.data.config import DataConfig
 from alignment.data.prepare import prepare
 from alignment.errors import UserError
 from alignment.judging.inputs import read_records
-from alignment.loading import load_tokenizer
 from alignment.pipeline.stages import find_stage
 from alignment.planning.layout import Device
 from tests.conftest import write_lines

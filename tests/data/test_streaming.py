@@ -22,7 +22,7 @@ from alignment.data.prepare import preparation_of, prepare
 from alignment.data.rows.files import open_sources
 from alignment.data.streaming import ALONE, Ranks, Share, StreamedOrder, open_stream
 from alignment.errors import UserError
-from alignment.training.terms import shard_rows
+from alignment.training import shard_rows
 from tests.distributed.processes import is_running, run_ranks
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from alignment.algorithms.ppo.config import PPOConfig
+from alignment.algorithms.ppo import PPOConfig
 from alignment.algorithms.rollouts.config import ServersConfig
 from alignment.config.load import load_config
 from tests.distributed.processes import is_running

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from alignment import load_model, load_reward_model
 from alignment.algorithms.finetune import scoring
 from alignment.algorithms.finetune.finetune import FinetuneConfig
 from alignment.algorithms.finetune.finetune import run as finetune
@@ -20,8 +21,6 @@ from alignment.evaluation import behavior
 from alignment.evaluation.behavior import BehaviorConfig, failure_rates, label_predictions, label_responses, run
 from alignment.evaluation.behavior_cases import BehaviorCase, Prediction, fill_templates, judge_case, read_cases
 from alignment.generation import SamplingConfig
-from alignment.loading import load_model
-from alignment.reward_model import load_reward_model
 from alignment.training import OptimConfig, TrainingConfig
 from tests.conftest import write_lines
 
@@ -300,25 +299,7 @@ def test_settings_that_contradict_each_other_are_refused(keys, why):
 # Models
 
 
-WORDS = [
-    "the",
-    "a",
-    "dog",
-    "cat",
-    "saw",
-    "by",
-    "was",
-    "slept",
-    "and",
-    "not",
-    "good",
-    "bad",
-    "man",
-    ".",
-    ",",
-    "?",
-    "[UNK]",
-]
+WORDS = "the a dog cat saw by was slept and not good bad man . , ? [UNK]"
 
 
 @pytest.fixture(scope="module")
@@ -327,7 +308,7 @@ def bert(tmp_path_factory):
     import transformers
 
     folder = tmp_path_factory.mktemp("bert")
-    tokenizer = train_wordpiece([" ".join(WORDS)] * 4, 80)
+    tokenizer = train_wordpiece([WORDS] * 4, 80)
     save_tokenizer(tokenizer, folder)
     torch.manual_seed(0)
     config = transformers.BertConfig(

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from alignment import load_model, load_tokenizer
 from alignment.cli import main
 from alignment.data.rows.files import read_raw
 from alignment.errors import UserError
@@ -31,7 +32,6 @@ from alignment.evaluation.benchmarks.figures import (
 from alignment.evaluation.benchmarks.run import BenchmarksConfig, print_benchmarks, task_results
 from alignment.evaluation.benchmarks.tasks import detokenize, read_task
 from alignment.judging.likelihood import LanguageScorer, Likelihood
-from alignment.loading import load_model, load_tokenizer
 from alignment.reports.recipe_report import benchmark_section
 from alignment.statistics.winrate import accuracy_gain, win_rate
 from tests.conftest import write_lines

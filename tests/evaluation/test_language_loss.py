@@ -8,11 +8,12 @@ import pytest
 import torch
 from tokenizers.processors import Sequence
 
+from alignment import load_model, load_tokenizer
 from alignment.data.batches import Example
 from alignment.data.rows.records import Text
 from alignment.errors import UserError
-from alignment.evaluation.language_loss import compare_pairs, language_loss, loss_on_rows, pair_log_probs
-from alignment.loading import load_model, load_tokenizer
+from alignment.evaluation import language_loss
+from alignment.evaluation.language_loss import compare_pairs, loss_on_rows, pair_log_probs
 from alignment.models.weights_config import WeightsConfig
 from alignment.ragged import Ragged
 

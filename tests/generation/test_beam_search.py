@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from alignment.generation import BeamConfig, SamplingConfig, beam_search, decode_responses, decoding_config, generate
-from alignment.loading import load_model, load_tokenizer
+from alignment import generate, load_model, load_tokenizer
+from alignment.generation import BeamConfig, SamplingConfig, beam_search, decode_responses, decoding_config
 from alignment.ragged import Ragged
 from tests.generation.peers import their_responses, up_to_stop
 

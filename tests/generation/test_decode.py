@@ -8,10 +8,10 @@ import torch
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from alignment import generate, load_model, load_tokenizer
 from alignment.data.text.chat import prompt_ids
 from alignment.errors import UserError
-from alignment.generation import DecodingEngine, DecodingRequest, SamplingConfig, decode_responses, generate
-from alignment.loading import load_model, load_tokenizer
+from alignment.generation import DecodingEngine, DecodingRequest, SamplingConfig, decode_responses
 from alignment.models.build import build_language_model
 from alignment.models.huggingface.checkpoint import load_language_model, save_model
 from alignment.ragged import Ragged

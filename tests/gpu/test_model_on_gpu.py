@@ -8,9 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from alignment.generation import cuda_graphs
-from alignment.generation.engine import decode_responses
-from alignment.generation.sampling import SamplingConfig
+from alignment.generation import SamplingConfig, cuda_graphs, decode_responses
 from alignment.models.build import build_language_model, build_model
 from alignment.models.layers import layer_contexts, sdpa
 from alignment.models.layers.attention import AttentionFn

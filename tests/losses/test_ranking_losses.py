@@ -8,15 +8,17 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from alignment.losses import bradley_terry_loss, center_penalty, dpo_loss, ranked_dpo_loss, ranking_loss
-from alignment.losses.ranking import (
-    center_scores_penalty,
-    ordered_pair_metrics,
+from alignment.losses import (
+    bradley_terry_loss,
+    center_penalty,
+    dpo_loss,
     plackett_luce_loss,
+    ranked_dpo_loss,
+    ranking_loss,
     rao_kupper_loss,
     step_loss,
-    step_metrics,
 )
+from alignment.losses.ranking import center_scores_penalty, ordered_pair_metrics, step_metrics
 
 SCORES = torch.tensor([2.0, 1.0, 0.0])
 

@@ -10,11 +10,12 @@ from alignment.losses import (
     TokenLoss,
     entropy,
     language,
+    mean_language_loss,
     smoothed_token_loss,
     token_log_probs,
     token_log_probs_and_entropy,
 )
-from alignment.losses.language import kl_divergence, mean_language_loss
+from alignment.losses.language import kl_divergence
 
 
 def test_token_log_prob_is_worked_by_hand():

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from alignment import load_model
 from alignment.adapters import LoRASpec, PromptSpec, attach
-from alignment.loading import load_model
 from alignment.models.embedding_noise import add_embedding_noise
 from alignment.ragged import Ragged
 

@@ -10,9 +10,7 @@ from torch.testing import assert_close
 
 from alignment.adapters import PrefixSpec, attach
 from alignment.errors import UserError
-from alignment.generation.beam_search import BeamConfig, beam_search
-from alignment.generation.engine import decode_responses
-from alignment.generation.sampling import SamplingConfig
+from alignment.generation import BeamConfig, SamplingConfig, beam_search, decode_responses
 from alignment.models.external.load import load_external, save_external
 from alignment.models.external.rectangles import RereadCache, SharedCache, groups_with_little_padding
 from alignment.ragged import Ragged, Seq2Seq

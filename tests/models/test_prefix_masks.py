@@ -8,8 +8,7 @@ from torch.testing import assert_close
 
 from alignment.adapters import PromptSpec, attach
 from alignment.errors import UserError
-from alignment.generation import SamplingConfig
-from alignment.generation.engine import decode_responses
+from alignment.generation import SamplingConfig, decode_responses
 from alignment.models.build import build_language_model
 from alignment.models.huggingface.checkpoint import load_language_model
 from alignment.models.layers.padded_layout import attention_masks, layout_of, pad_layout

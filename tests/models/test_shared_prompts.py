@@ -8,10 +8,19 @@ from torch.testing import assert_close
 
 from alignment.adapters import BottleneckSpec, DoRASpec, IA3Spec, LoRASpec, PrefixSpec, PromptSpec, attach
 from alignment.models.build import build_model
-from alignment.models.layers import AttentionSpec, BlockSpec, PlainFeedForwardSpec, RMSNormSpec
+from alignment.models.layers import (
+    AttentionSpec,
+    BlockSpec,
+    DynamicScaling,
+    LongScaling,
+    PlainFeedForwardSpec,
+    RMSNormSpec,
+    RotarySpec,
+    YarnScaling,
+)
 from alignment.models.layers.layer_contexts import varlen_attentions
 from alignment.models.layers.padded_layout import attention_masks, shared_layouts
-from alignment.models.layers.rotary import DynamicScaling, LongScaling, RotarySpec, YarnScaling, equal_angles
+from alignment.models.layers.rotary import equal_angles
 from alignment.models.layers.sdpa import padded_attention
 from alignment.models.shared_prompts import prompt_sharing, supports_shared_prompts
 from alignment.ragged import Ragged

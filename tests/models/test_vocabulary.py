@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from alignment import load_model, load_tokenizer
 from alignment.adapters import LoRASpec
 from alignment.cli import main
 from alignment.commands.export import export_model
@@ -18,7 +19,6 @@ from alignment.data.text.chat import stop_token_ids
 from alignment.data.tokenize import tokenize_demonstrations
 from alignment.data.tokenizers.tokenizer import encode
 from alignment.errors import UserError
-from alignment.loading import load_model, load_tokenizer
 from alignment.models.huggingface.checkpoint import load_language_model
 from alignment.models.new_weights import grow_vocabulary
 from alignment.training import TrainingConfig

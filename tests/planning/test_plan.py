@@ -8,12 +8,12 @@ import pytest
 import torch
 import yaml
 
-from alignment.adapters.specs import LoRASpec, PrefixSpec, PromptSpec
+from alignment.adapters import LoRASpec, PrefixSpec, PromptSpec
 from alignment.algorithms.distill import DistillConfig
 from alignment.algorithms.dpo import DPOConfig
 from alignment.algorithms.finetune.finetune import FinetuneConfig
 from alignment.algorithms.online_dpo import OnlineDPOConfig
-from alignment.algorithms.ppo.config import PPOConfig
+from alignment.algorithms.ppo import PPOConfig
 from alignment.algorithms.pretrain import PretrainConfig
 from alignment.algorithms.sft import SFTConfig
 from alignment.cli import main

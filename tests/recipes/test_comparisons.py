@@ -9,7 +9,7 @@ import pytest
 from alignment.config.load import packaged_folder
 from alignment.data.config import DataConfig
 from alignment.errors import UserError
-from alignment.generation.generate import Generation
+from alignment.generation import Generation
 from alignment.hotel_world.grammar import best_reply
 from alignment.pipeline.stages import load_stage_file
 from tests.conftest import read_lines

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import yaml
 
-from alignment.algorithms.ppo.config import PPOConfig
+from alignment.algorithms.ppo import PPOConfig
 from alignment.algorithms.rollouts.alarms import Alarms, new_alarms
 from alignment.cli import main
 from alignment.config.schema import config_keys, packaged_schema

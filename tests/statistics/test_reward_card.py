@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from alignment.adapters.specs import LoRASpec
+from alignment import load_reward_model
+from alignment.adapters import LoRASpec
 from alignment.algorithms.reward import EnsembleConfig
 from alignment.data.config import DataConfig, SourceConfig
 from alignment.data.rows.records import Prompt, Ranking
@@ -20,7 +21,7 @@ from alignment.evaluation import reward_accuracy
 from alignment.evaluation.reward_accuracy import BestOfNConfig, RewardEvalConfig
 from alignment.judging.responses import score_responses
 from alignment.models.outputs import ValueOutput
-from alignment.reward_model import RewardModel, load_reward_model
+from alignment.reward_model import RewardModel
 from alignment.rewards.selection import best_of_n, kl_bound, powers_of_two
 from alignment.statistics.reward_card import (
     ScoredGroup,

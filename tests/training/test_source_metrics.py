@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from alignment.data.batches import Example, collate, collate_pairs
-from alignment.training.terms import LossSum, Sources, averages
+from alignment.training import LossSum
+from alignment.training.terms import Sources, averages
 from tests.examples import pair_example
 
 

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from alignment import load_tokenizer
 from alignment.algorithms.sft import SFTConfig
 from alignment.data.text import chat
 from alignment.data.text.templates import FOLDER, NAMED, read_chat_template, with_chat_template
 from alignment.data.tokenizers.tokenizer import save_tokenizer
 from alignment.data.tokenizers.train import train_bpe
 from alignment.errors import UserError
-from alignment.loading import load_tokenizer
 from tests.data.text.published import spans, text_of
 from tests.examples import chat_ids
 
