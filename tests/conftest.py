@@ -253,8 +253,13 @@ def read_lines(path: str | Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
 
 
-def write_lines(path: Path, rows: Iterable[object]) -> Path:
+def lines_file(path: Path, rows: Iterable[Any]) -> Path:
     """A file of JSON lines, compressed where it is named so; a row that is text is a line as it is."""
     lines = "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
     path.write_bytes(gzip.compress(lines.encode()) if path.suffix == ".gz" else lines.encode())
     return path
+
+
+def write_lines(path: str | Path, rows: Iterable[Any]) -> str:
+    """Write rows to a JSON-lines file; its name."""
+    return str(lines_file(Path(path), rows))

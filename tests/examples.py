@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from alignment.data.batches import Example
 from alignment.data.rows.records import Demonstration, Messages, Tools
 from alignment.data.text.chat import encode_dialogues
@@ -60,3 +62,15 @@ def chat_ids(
     if isinstance(encoded, UserError):
         raise encoded
     return encoded.ids, encoded.mask
+
+
+def padded(
+    rows: Sequence[Sequence[int]], side: str = "right", extra: int = 0, filler: int = 9
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and mask of a rectangle with `extra` more columns than the longest row, [B, T]."""
+    width = max(map(len, rows)) + extra
+    ids, mask = torch.full((len(rows), width), filler), torch.zeros(len(rows), width, dtype=torch.bool)
+    for number, row in enumerate(rows):
+        place = slice(width - len(row), width) if side == "left" else slice(len(row))
+        ids[number, place], mask[number, place] = torch.tensor(row), True
+    return ids, mask

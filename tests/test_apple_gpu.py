@@ -11,23 +11,26 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from alignment import load_model
 from alignment.algorithms.dpo.global_inputs import mean_log_ratio
 from alignment.algorithms.rollouts.metrics import moments
 from alignment.errors import UserError
-from alignment.evaluation.language_loss import language_loss
+from alignment.evaluation import language_loss
 from alignment.generation import SamplingConfig
 from alignment.generation.engine import _read
 from alignment.generation.sampling import RowSampler
-from alignment.loading import best_device, load_model
+from alignment.loading import best_device
 from alignment.models.build import build_language_model
-from alignment.models.layers.rotary import DynamicScaling, RotarySpec, scaled_frequencies
+from alignment.models.layers import DynamicScaling, RotarySpec
+from alignment.models.layers.rotary import scaled_frequencies
 from alignment.models.weights_config import set_up_device
 from alignment.ragged import Ragged, has_apple_gpu, on_float64_device
 from alignment.rewards.combine import part_metrics
+from alignment.training import OptimConfig
 from alignment.training.distributed import ProcessGroup, init_distributed
-from alignment.training.optim import OptimConfig, check_optimizer
+from alignment.training.optim import check_optimizer
 
-NO_GLOBAL_INPUTS = ProcessGroup("single", 0, 1, torch.device("cpu"), None)
+ALONE = ProcessGroup("single", 0, 1, torch.device("cpu"), None)
 
 
 @pytest.fixture
@@ -133,7 +136,7 @@ def drawn():
         lambda: list(_read([drawn(), drawn()])),
         lambda: language_loss(small_model().to("meta"), [Ragged.build([[1, 2, 3], [4, 5]])]),
         lambda: mean_log_ratio(numbers(3, 4)),
-        lambda: moments({"one": numbers(3), "two": numbers(3)}, NO_GLOBAL_INPUTS),
+        lambda: moments({"one": numbers(3), "two": numbers(3)}, ALONE),
         lambda: part_metrics({"one": numbers(3), "two": numbers(3)}, lambda values: values),
         lambda: scaled_frequencies(
             RotarySpec(width=8, theta=1e4, scaling=DynamicScaling(2.0, 16)), torch.ones(3, device="meta")

@@ -235,12 +235,12 @@ def make(verb):
         "def run(config):\n    loss = make()\n    fit(loss_fn=loss)",
     ],
 )
-def test_a_loss_may_be_handed_in_as_an_object_a_partial_or_the_result_of_a_call(tmp_path, handed_in):
+def test_a_loss_may_be_an_object_a_partial_or_a_result(tmp_path, handed_in):
     page = f"from alignment.losses import dpo_loss\nfrom alignment.training.loop import fit\n{handed_in}"
     assert len(plant(tmp_path, {**DPO, "algorithms/dpo/dpo.py": page}).way[1:]) == 5
 
 
-def test_files_are_loaded_by_imports_of_imports_outside_functions_and_models(tmp_path):
+def test_files_are_loaded_by_imports_outside_functions(tmp_path):
     files = ["algorithms.dpo.dpo", "data.a", "losses", "losses.preference", "training.loop", "training.terms"]
     assert plant(tmp_path, DPO).files_loaded() == [f"alignment.{name}" for name in files]
 

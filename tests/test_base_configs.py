@@ -62,9 +62,7 @@ def small(config: Any, stage: str, world: dict[str, str], shrunken: Any, chain: 
 @pytest.mark.parametrize(
     "chain", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CHAINS]
 )
-def test_every_stage_of_a_base_runs_on_a_small_checkpoint_of_its_architecture(
-    chain, shrunken, world, read_metrics, tmp_path
-):
+def test_every_stage_of_a_base_runs_on_a_small_checkpoint(chain, shrunken, world, read_metrics, tmp_path):
     if chain.endswith("24gb"):
         pytest.importorskip("bitsandbytes")
     for stage in STAGES:

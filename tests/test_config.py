@@ -143,7 +143,7 @@ def test_one_wrong_value_gives_one_line(tmp_path, line, message):
     assert problem.startswith(f"stage.yaml:3: {message}")
 
 
-def test_a_wrong_sibling_does_not_hide_an_optional_section_of_the_wrong_kind(tmp_path):
+def test_a_wrong_sibling_does_not_hide_a_section_of_the_wrong_kind(tmp_path):
     text = "policy: base\noptim: {learning_rate: 1}\nsingle: {kind: lora}\nbatch_size: many\n"
     assert [problem.split(": ")[1] for problem in problems(tmp_path, text)] == ["single.kind", "batch_size"]
 
@@ -205,7 +205,7 @@ def test_an_empty_file_is_a_config_without_keys(tmp_path):
     ]
 
 
-def test_a_path_wins_over_a_packaged_name_and_an_unknown_name_gets_near_ones(tmp_path, monkeypatch):
+def test_a_path_wins_over_a_packaged_name(tmp_path, monkeypatch):
     packaged, here = tmp_path / "package" / "configs", tmp_path / "here"
     (packaged / "stage").mkdir(parents=True)
     (here / "stage").mkdir(parents=True)

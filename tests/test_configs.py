@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import yaml
 
+from alignment import load_model
 from alignment.config.load import load_config, packaged_folder, packaged_writer
 from alignment.errors import UserError
-from alignment.loading import load_model
 from alignment.pipeline.stages import find_stage
 from alignment.training import learning_rate_at
 
@@ -41,7 +41,7 @@ def test_every_packaged_config_is_valid(name):
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("evaluate/")])
-def test_the_learning_rate_arrives_at_its_peak_in_nine_updates_of_somebody_s_few_rows(name):
+def test_the_learning_rate_peaks_in_nine_updates_of_few_rows(name):
     config: Any = load_config(find_stage(verb_of(name))[0], name)
     for optim in filter(None, (config.optim, getattr(config, "value_optim", None))):
         assert max(learning_rate_at(update, optim, 9) for update in range(1, 10)) == optim.learning_rate

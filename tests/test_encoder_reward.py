@@ -63,7 +63,7 @@ def test_a_prompt_of_messages_is_refused(directory):
         reward.score([([{"role": "user", "content": TEXTS[0]}], TEXTS[2])])
 
 
-def test_ids_of_a_policy_with_the_same_vocabulary_are_not_read_without_special_tokens(directory):
+def test_ids_of_a_policy_are_not_read_without_special_tokens(directory):
     reward = load_reward_model(str(directory[0]))
     assert not reward.shares_token_ids(reward.tokenizer)
 

@@ -43,7 +43,7 @@ def killed(path: Path, after: int, *, can_exchange: bool) -> int:
 
 
 @pytest.mark.parametrize("can_exchange", [True, False])
-def test_a_directory_is_whole_after_a_kill_at_any_operation_and_nothing_of_it_stays(tmp_path, can_exchange):
+def test_a_directory_is_whole_after_a_kill_at_any_operation(tmp_path, can_exchange):
     found = []
     for after in range(40):
         path = tmp_path / str(after) / "model"
@@ -60,7 +60,7 @@ def test_a_directory_is_whole_after_a_kill_at_any_operation_and_nothing_of_it_st
     assert found == sorted(found, reverse=True), "old until one moment, new from then on"
 
 
-def test_a_directory_without_its_name_is_put_back_before_a_new_one_is_written(tmp_path):
+def test_a_directory_without_its_name_is_put_back_first(tmp_path):
     path = tmp_path / "model"
     write(path, "old")
     path.rename(tmp_path / ".model.old-12ab")
@@ -135,7 +135,7 @@ def test_a_place_that_may_not_be_written_is_named(tmp_path, monkeypatch, error):
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_a_full_disk_under_a_file_of_a_directory_names_the_directory_s_own_place(tmp_path, monkeypatch):
+def test_a_full_disk_under_a_file_names_the_directory_s_place(tmp_path, monkeypatch):
     def fails(path: Path, *arguments: object, **options: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

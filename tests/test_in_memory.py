@@ -1,8 +1,6 @@
 """Stages on rows in memory: the run of the command on the same rows, its model and metrics, and what is refused."""
 
-import json
 import math
-from pathlib import Path
 
 import datasets
 import numpy as np
@@ -14,17 +12,15 @@ import yaml
 import alignment
 from alignment.data.rows.read import read_rows
 from alignment.errors import UserError
-from alignment.pipeline.in_memory import write_lines
+from alignment.pipeline.in_memory import lines_file
+from tests.conftest import read_lines
 
 TINY = {"training": {"max_steps": 2, "batch_size": 4}, "optim": {"learning_rate": 1e-3}, "data": {"max_length": 256}}
 
 
 @pytest.fixture(scope="module")
 def rows(world):
-    return {
-        kind: [json.loads(line) for line in Path(world[kind]).read_text().splitlines()]
-        for kind in ("demonstrations", "comparisons", "prompts")
-    }
+    return {kind: read_lines(world[kind]) for kind in ("demonstrations", "comparisons", "prompts")}
 
 
 def test_sft_gives_the_run_of_the_command(tmp_path, rows, world, checkpoints, make_stage, read_metrics):
@@ -115,7 +111,7 @@ def test_each_update_is_handed_to_a_function_as_it_comes(tmp_path, rows, checkpo
     assert len(lines) == 2
 
 
-def test_iterations_of_online_dpo_are_handed_over_and_its_model_is_compared_on_rows(tmp_path, rows, checkpoints):
+def test_iterations_of_online_dpo_are_handed_over_and_compared(tmp_path, rows, checkpoints):
     base, lines = checkpoints["llama"], []
     learner = alignment.online_dpo(
         policy=base, rows=rows["prompts"], output=tmp_path / "online", on_update=lines.append,
@@ -141,7 +137,7 @@ def test_best_of_n_writes_rows_that_sft_takes(tmp_path, rows, checkpoints):
         policy=checkpoints["llama"], rows=rows["prompts"][:4], output=tmp_path / "best", require_end=False,
         rewards=[{"function": "tests.test_in_memory:letters"}], responses_per_prompt=2, max_new_tokens=8,
     )  # fmt: skip
-    written = [json.loads(line) for line in (chosen.path / "demonstrations.jsonl").read_text().splitlines()]
+    written = read_lines(chosen.path / "demonstrations.jsonl")
     assert len(written) == 4 and chosen.results["prompts"] == 4
 
 
@@ -172,7 +168,7 @@ def test_rows_of_pandas_numpy_and_datasets_are_those_of_the_same_lists(tmp_path,
     held.to_parquet(str(tmp_path / "rows.parquet"))
     frame = pd.read_parquet(tmp_path / "rows.parquet")
     given = wanted, held, frame, frame.to_dict("records")
-    read = [read_rows(write_lines(rows, tmp_path, "train"), "demonstrations")[0] for rows in given]
+    read = [read_rows(lines_file(rows, tmp_path, "train"), "demonstrations")[0] for rows in given]
     read.append(read_rows(tmp_path / "rows.parquet", "demonstrations")[0])
     assert [[record.messages for record in records] for records in read] == [
         [record.messages for record in read[0]]
@@ -182,11 +178,11 @@ def test_rows_of_pandas_numpy_and_datasets_are_those_of_the_same_lists(tmp_path,
         {"margin": np.float32(2), "label": np.bool_(True), "k": np.arange(2)},
         {"margin": math.nan, "label": False},
     ]
-    lines = [json.loads(line) for line in Path(write_lines(numbers, tmp_path, "train")).read_text().splitlines()]
+    lines = read_lines(lines_file(numbers, tmp_path, "train"))
     assert lines == [{"margin": 2.0, "label": True, "k": [0, 1]}, {"margin": None, "label": False}]
     assert "{'margin': 1}" in capsys.readouterr().err
     with pytest.raises(UserError, match="train: row 1: Out of range"):
-        write_lines([{"k": [math.nan]}], tmp_path, "train")
+        lines_file([{"k": [math.nan]}], tmp_path, "train")
 
 
 @pytest.mark.parametrize(

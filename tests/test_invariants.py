@@ -1,10 +1,10 @@
 """The invariants that catch most of what goes wrong in RLHF code, each on the code that trains.
 
-I8 is in learning/test_bandit.py; what needs several processes or a kill is in distributed/ and training/.
+I8 is in learning/test_bandit.py, I11 in parity/test_parity.py, I15 in algorithms/test_ppo_iteration.py; what needs several
+processes or a kill is in distributed/ and training/.
 """
 
 import copy
-import json
 import math
 from dataclasses import replace
 from functools import partial
@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 from torch.testing import assert_close
 
+from alignment import generate, load_model, load_reward_model
 from alignment.adapters import LoRASpec, PrefixSpec, attach, load_adapter, merge_adapter, save_adapter
 from alignment.algorithms import dpo, reward
 from alignment.algorithms.policies import load_policy, load_value_model, reference_of
@@ -35,15 +36,14 @@ from alignment.data.prepare import prepare
 from alignment.data.stream import Stream
 from alignment.data.text.chat import end_token_id
 from alignment.errors import UserError
-from alignment.generation import generate
-from alignment.loading import Checkpoint, load_model
+from alignment.loading import Checkpoint
 from alignment.models import transformer
 from alignment.models.build import build_language_model, build_scalar_model
 from alignment.models.huggingface.checkpoint import load_language_model, load_scalar_model, save_model
 from alignment.ragged import Ragged
-from alignment.reward_model import load_reward_model
-from alignment.training import Engine, OptimConfig, Run, Term, TrainingConfig
-from alignment.training.engine import NonFiniteError
+from alignment.training import Engine, NonFiniteError, OptimConfig, Run, Term, TrainingConfig
+from tests.conftest import read_lines, write_lines
+from tests.examples import padded
 
 FAMILIES = ("gpt2", "llama")
 BY_FAMILY = pytest.mark.parametrize("family", FAMILIES)
@@ -63,12 +63,8 @@ def examples_of(kind, world, tokenizer, count=8):
     return examples[:count]
 
 
-def read_jsonl(path):
-    return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
-
-
 def write_jsonl(path, rows):
-    Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_lines(Path(path), rows)
     return str(path)
 
 
@@ -88,13 +84,13 @@ def test_I1_supervised_text_is_the_response_and_one_end_token(world, tokenizer, 
     tokenizer = copy.deepcopy(tokenizer)
     if pad == "end token":
         tokenizer.pad_token = tokenizer.eos_token
-    rows = read_jsonl(world["demonstrations"])[:6]
+    rows = read_lines(world["demonstrations"])[:6]
     path = write_jsonl(tmp_path / "rows.jsonl", [row | {"completion": row["completion"] + end} for row in rows])
     examples, _ = prepare(DataConfig(train=path), "demonstrations", tokenizer)
     wanted = [row["completion"] for row in rows]
     assert sorted(supervised(collate(examples, 300), tokenizer)) == sorted(wanted)
 
-    pairs, kept = examples_of("comparisons", world, tokenizer), read_jsonl(world["comparisons"])[:8]
+    pairs, kept = examples_of("comparisons", world, tokenizer), read_lines(world["comparisons"])[:8]
     wanted = [row[side] for row in kept for side in ("chosen", "rejected")]
     assert sorted(supervised([batch.ragged for batch in collate_pairs(pairs, 600)], tokenizer)) == sorted(wanted)
 
@@ -143,7 +139,7 @@ def test_I2_every_document_of_every_stage_has_one_BOS(form, world, checkpoints, 
         before = len(seen)
         ran(kind, policy, tmp_path / kind, data=data, training=one_step, **more)
         assert len(seen) >= before + 4
-    prompt = read_jsonl(world["prompts"])[0]["prompt"]
+    prompt = read_lines(world["prompts"])[0]["prompt"]
     judge = load_reward_model(str(tmp_path / "reward/model"))  # scores its canaries
     before = len(seen)
     generate(load_model(policy), judge.tokenizer, [prompt], max_new_tokens=2)
@@ -166,7 +162,7 @@ def as_messages(world, folder):
         "pretrain": lambda r: r,
     }
     return {
-        name: write_jsonl(folder / f"{name}.jsonl", map(to, read_jsonl(world[name])[:8])) for name, to in change.items()
+        name: write_jsonl(folder / f"{name}.jsonl", map(to, read_lines(world[name])[:8])) for name, to in change.items()
     }
 
 
@@ -305,7 +301,7 @@ JUNK = pytest.mark.parametrize("junk", [1e9, float("nan")])
 @BY_CASE
 def test_I4_what_stands_at_uncounted_tokens_changes_nothing(case, junk, world, tokenizer, rollout, monkeypatch):
     """Proves: overwriting every last hidden state that no target, score or value is read from changes no loss, no metric
-    and no gradient (H12, H13, H35)."""
+    and no gradient (H12, H13, H23, H35)."""
 
     monkeypatch.setattr(transformer, "selects_tokens", lambda block: False)  # else these states are not even computed
 
@@ -367,8 +363,8 @@ def test_I5_a_row_does_not_depend_on_padding_or_company(family):
         alone = [language(torch.tensor([ids])).logits[0] for ids in documents]
         scores = [scalar(torch.tensor([ids])).logits[0] for ids in documents]
         for side in ("left", "right"):
-            for width in (30, 41):
-                ids, attention = padded(documents, width, side)
+            for extra in (0, 11):
+                ids, attention = padded(documents, side, extra)
                 logits, values = language(ids, attention).logits, scalar(ids, attention).logits
                 for row, (one, score) in enumerate(zip(alone, scores, strict=True)):
                     assert_close(logits[row][attention[row]], one, atol=1e-5, rtol=0)
@@ -377,21 +373,9 @@ def test_I5_a_row_does_not_depend_on_padding_or_company(family):
             batch = Ragged.build([documents[i] for i in order])
             log_probs, values = language(batch=batch).log_probs, scalar(batch=batch).values[batch.last]
             for row, i in enumerate(order):
-                wanted = (
-                    alone[i][:-1]
-                    .log_softmax(-1)
-                    .gather(1, torch.tensor(documents[i][1:], dtype=torch.long)[:, None])[:, 0]
-                )
+                wanted = alone[i][:-1].log_softmax(-1)[range(len(documents[i]) - 1), documents[i][1:]]
                 assert_close(log_probs[batch.target_rows == row], wanted, atol=1e-5, rtol=0)
                 assert_close(values[row], scores[i][0], atol=1e-5, rtol=0)
-
-
-def padded(documents, width, side):
-    ids, attention = torch.full((len(documents), width), 3), torch.zeros(len(documents), width, dtype=torch.bool)
-    for row, document in enumerate(documents):
-        place = slice(len(document)) if side == "right" else slice(width - len(document), None)
-        ids[row, place], attention[row, place] = torch.tensor(document), True
-    return ids, attention
 
 
 # --- I6, I7: where training starts ----------------------------------------------------------------------------------
@@ -546,7 +530,7 @@ def test_I9_ppo_trains_policy_and_critic_and_nothing_else(adapter, stage, make_s
     assert torch.equal(state.score(*judged).total, frozen[1])
 
 
-# --- I10, I11: in and out of files ----------------------------------------------------------------------------------
+# --- I10: in and out of files ----------------------------------------------------------------------------------
 
 
 @BY_FAMILY
@@ -583,56 +567,6 @@ def disturb(model, seed=0):
             parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
 
 
-LLAMA = {
-    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 4, "max_position_embeddings": 64,
-}  # fmt: skip
-GPT2 = {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
-LLAMA3_ROPE = {
-    "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}  # fmt: skip
-ARCHITECTURES = {
-    "gpt2": ("gpt2", GPT2),
-    "gpt2, scores scaled by layer": ("gpt2", GPT2 | {"scale_attn_by_inverse_layer_idx": True}),
-    "gpt2, untied": ("gpt2", GPT2 | {"tie_word_embeddings": False}),
-    "llama": ("llama", LLAMA),
-    "llama, grouped queries": ("llama", LLAMA | {"num_key_value_heads": 2}),
-    "llama, one key-value head": ("llama", LLAMA | {"num_key_value_heads": 1}),
-    "llama, tied": ("llama", LLAMA | {"tie_word_embeddings": True}),
-    "llama, biases": ("llama", LLAMA | {"attention_bias": True, "mlp_bias": True}),
-    "llama, wide heads": ("llama", LLAMA | {"head_dim": 16}),
-    "llama, linear rope": (
-        "llama",
-        LLAMA | {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}},
-    ),
-    "llama 3 rope": ("llama", LLAMA | {"rope_parameters": LLAMA3_ROPE, "num_key_value_heads": 2}),
-}
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_I11_logits_equal_those_of_transformers(architecture, tmp_path):
-    """Proves: a checkpoint that transformers wrote gives the same logits here, over the whole context, padded or not (H19,
-    H20)."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    family, settings = ARCHITECTURES[architecture]
-    torch.manual_seed(0)
-    theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings)).eval()
-    with torch.no_grad():
-        for parameter in theirs.parameters():
-            parameter += 0.1 * torch.randn(parameter.shape)
-    theirs.save_pretrained(tmp_path)
-    ours = load_language_model(tmp_path)
-    ids, attention = torch.tensor(random_ids([64, 64])), torch.ones(2, 64, dtype=torch.long)
-    attention[1, 40:] = 0
-    with torch.no_grad():
-        wanted, given = theirs(ids, attention_mask=attention).logits, ours(ids, attention).logits
-    assert wanted.std() > 0.1
-    assert_close(given[0], wanted[0], atol=1e-4, rtol=0)
-    assert_close(given[1, :40], wanted[1, :40], atol=1e-4, rtol=0)
-
-
 # --- I14: what is not a number --------------------------------------------------------------------------------------
 
 
@@ -646,7 +580,7 @@ def test_I14_a_nan_row_ends_sft_before_it_reaches_the_weights(
     with torch.no_grad():
         model.trunk.embed.weight[poison] = 3e38  # finite, and LayerNorm's sum over it is not
     save_model(model, policy)
-    rows = read_jsonl(world["demonstrations"])[:6]
+    rows = read_lines(world["demonstrations"])[:6]
     [place] = Stream(rows, batch_size=1, seed=0).positions_at(3)
     rows[place]["prompt"] = "#" + rows[place]["prompt"]
     data = DataConfig(train=write_jsonl(tmp_path / "rows.jsonl", rows))
@@ -682,7 +616,7 @@ def test_I14_a_nan_score_ends_ppo_before_it_reaches_the_weights(stage, make_stag
 
     monkeypatch.setattr(ppo, "iterate", watched)
     run, config = make_stage("ppo", str(stage("sft") / "model"), tmp_path, reward_model=str(stage("reward") / "model"))
-    with pytest.raises(UserError, match=r"reward model .* gives nan"):
+    with pytest.raises(UserError, match=r"reward model .* gives nan .*prompts\.jsonl:\d"):
         run(config)
     for engine, before in held.values():
         assert_close(engine.backend.unwrapped.state_dict(), before, rtol=0, atol=0)

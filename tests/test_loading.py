@@ -8,15 +8,16 @@ import torch
 from torch.testing import assert_close
 
 import alignment
+from alignment import load_model, load_reward_model, load_tokenizer
 from alignment.adapters import LoRASpec, PrefixSpec, attach, save_adapter
 from alignment.commands.export import export_model
 from alignment.data.text.chat import prompt_ids, response_ids
 from alignment.errors import UserError
 from alignment.files import read_json_object, write_json
-from alignment.loading import load_model, load_tokenizer, same_vocabulary
+from alignment.loading import same_vocabulary
 from alignment.models.heads import score_labels
 from alignment.models.huggingface.checkpoint import load_pretrained, load_scalar_model, save_model
-from alignment.reward_model import load_reward_model, load_reward_network
+from alignment.reward_model import load_reward_network
 from tests.adapters.tiny_models import write
 
 PAIRS = [

@@ -14,7 +14,7 @@ from alignment.pipeline.stages import write_card_of
 from alignment.reports import model_card
 from alignment.reports.model_card import card_text, shortened
 from alignment.training.run.lineage import directory_hash
-from tests.conftest import read_lines
+from tests.conftest import read_lines, write_lines
 
 
 @pytest.fixture
@@ -161,5 +161,5 @@ def test_a_longer_run_keeps_the_card_that_a_user_edited(world, checkpoints, tmp_
 def test_the_card_is_of_the_weights_that_the_model_has(run):
     lines = read_lines(run / "metrics.jsonl")
     lines[-1] |= {"best_step": lines[-2]["step"], "loss": 77.0}
-    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(run / "metrics.jsonl", lines)
     assert f"| {lines[-2]['step']} |" in card_text(run) and "77" not in card_text(run).split("## Results")[1][:400]

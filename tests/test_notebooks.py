@@ -84,7 +84,7 @@ def test_each_cell_of_code_follows_a_sentence(notebook):
             assert re.search(r"[a-z)`*][.:?!]", before.source), cell.source
 
 
-def test_a_notebook_names_no_path_of_a_machine_and_links_to_notebooks_that_exist(notebook):
+def test_a_notebook_names_no_local_path_and_links_exist(notebook):
     for cell in notebook.cells:
         assert not re.search(r"""["'(=\s]~?/\w|[A-Z]:\\""", cell.source), cell.source
         for link in re.findall(r"\]\((?!https://)([^)]+)\)", cell.source):

@@ -185,7 +185,7 @@ def test_a_change_of_an_input_file_or_of_code_reruns_and_a_move_does_not(recipe,
     assert ran.names() == ["world", "sft", "ppo"]
 
 
-def test_a_stage_cut_short_goes_on_in_its_directory_with_the_same_settings_only(recipe, ran):
+def test_a_stage_cut_short_goes_on_with_the_same_settings_only(recipe, ran):
     trace = recipe.parent / "out" / "sft" / "trace"
     ran.fail = "sft"
     for expected in ("x", "xx"):  # the second run finds what the first one left
@@ -428,7 +428,7 @@ def test_every_verb_has_its_config_and_function(verb):
 
 
 @pytest.mark.parametrize("name", ["~/models/m", "mymodel"])
-def test_a_model_under_the_home_directory_or_named_by_a_plain_word_is_part_of_the_hash(recipe, ran, monkeypatch, name):
+def test_a_model_at_home_or_named_by_a_plain_word_is_in_the_hash(recipe, ran, monkeypatch, name):
     monkeypatch.setenv("HOME", str(recipe.parent))
     monkeypatch.chdir(recipe.parent)
     model = Path(name).expanduser()

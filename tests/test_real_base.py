@@ -15,7 +15,7 @@ from alignment.algorithms.sft import SFTConfig, run
 from alignment.cli import main
 from alignment.config.load import load_config
 from alignment.data.text.chat import prompt_ids
-from tests.conftest import BASES, read_lines
+from tests.conftest import BASES, read_lines, write_lines
 from tests.docs.blocks import commands
 from tests.docs.pages import read_blocks
 from tests.stopping import assert_goes_on
@@ -85,7 +85,7 @@ def test_logits_template_and_greedy_text_equal_those_of_transformers():
 
 def test_a_lora_run_that_is_stopped_goes_on_to_the_same_bits(tmp_path):
     rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    write_lines(rows, ROWS)
 
     def make(name: str):
         settings = {"policy": SMOLLM2, "data": {"train": str(rows), "max_length": 64}, "adapter": LORA, "optim": RATE}

@@ -9,13 +9,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
-from alignment.adapters.specs import LoRASpec
+from alignment import load_reward_model
+from alignment.adapters import LoRASpec
 from alignment.algorithms.reward import EnsembleConfig, NormalizeConfig
 from alignment.commands.export import export_model
 from alignment.errors import UserError
-from alignment.reward_model import load_reward_model, member_count
+from alignment.reward_model import member_count
 from alignment.reward_model.model import read_canaries
 from alignment.training import TrainingConfig
+from tests.conftest import write_lines
 
 TEXTS = [("How is the pool?", " Fine."), ("How is the pool?", " I do not know about that."), "A text alone."]
 LORA = LoRASpec(rank=4, alpha=16.0)
@@ -124,7 +126,7 @@ def test_transformers_scores_batches_of_a_reward_model_as_we_do(checkpoints, mak
 
 def test_theta_is_saved_with_the_model(checkpoints, make_stage, tmp_path, world):
     rows = [{"prompt": "How is it?", "responses": [" a", " b", " c"], "ranking": [[0, 1], 2]}] * 8
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(tmp_path / "rows.jsonl", rows)
     from alignment.data.config import DataConfig
 
     run, config = make_stage(

@@ -7,9 +7,9 @@ import shutil
 import pytest
 import torch
 
+from alignment import load_model, load_tokenizer
 from alignment.adapters import LoRASpec, PrefixSpec
 from alignment.errors import UserError
-from alignment.loading import load_model, load_tokenizer
 from alignment.training import TrainingConfig
 
 SPECS = pytest.mark.parametrize("spec", [LoRASpec(rank=2), PrefixSpec(tokens=2)], ids=["LoRA", "prefix"])
@@ -64,7 +64,7 @@ def test_an_adapter_and_its_local_base_can_be_moved_together(house, spec, train)
     assert len(load_tokenizer(str(moved / "run" / "model"))) == 384
 
 
-def test_an_adapter_on_one_of_another_kind_names_the_merged_base_relatively(house, train):
+def test_an_adapter_on_another_kind_names_the_merged_base_relatively(house, train):
     first = train(house / "base model", house / "first", LoRASpec(rank=2))
     second = train(first, house / "second", PrefixSpec(tokens=2))
     assert relative_base(second) == "../base"

@@ -8,11 +8,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
+from alignment import load_model
 from alignment.adapters import BottleneckSpec, attach, disabled, load_adapter, merge_adapter, read_spec, save_adapter
 from alignment.adapters.bottleneck import Bottleneck, bottlenecks
 from alignment.errors import UserError
 from alignment.generation import SamplingConfig, decode_responses
-from alignment.loading import load_model
 from alignment.models.huggingface.checkpoint import load_pretrained
 from alignment.ragged import Ragged
 from tests.adapters.tiny_models import ISSUE, MASKED, MODELS, TIGHT, disturb, inputs, write

@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
+from alignment import load_model
 from alignment.adapters import LoRASpec, PrefixSpec, is_adapter, load_adapter, read_base, read_spec, save_adapter
 from alignment.errors import UserError
-from alignment.loading import load_model
 from alignment.models.huggingface.checkpoint import load_language_model, load_scalar_model
 from alignment.reward_model import load_reward_network
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from alignment import load_model
 from alignment.adapters import LoRASpec, attach, save_adapter
-from alignment.loading import load_model
 from alignment.reward_model import load_reward_network
 from alignment.training import TrainingConfig
 

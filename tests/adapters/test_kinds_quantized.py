@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from alignment import load_model
 from alignment.adapters import (
     BottleneckSpec,
     DoRASpec,
@@ -20,7 +21,6 @@ from alignment.adapters import (
 )
 from alignment.adapters.lora import lora_layers
 from alignment.errors import UserError
-from alignment.loading import load_model
 from alignment.models import quantization
 from alignment.models.huggingface.checkpoint import save_model
 from tests.adapters.tiny_models import disturb, inputs, train, training_batch, write
@@ -101,7 +101,7 @@ def test_trained_saved_loaded_and_switched_off(bases, tmp_path, kind, name, quan
 
 @pytest.mark.parametrize("quantize", ["nf4", "int8"])
 @pytest.mark.parametrize("sizes", [SIZES, {}], ids=["whole blocks", "parts of blocks"])
-def test_norms_of_dora_and_vectors_of_pissa_are_those_of_the_dequantized_matrix(tmp_path, sizes, quantize):
+def test_norms_of_dora_and_pissa_are_of_the_dequantized_matrix(tmp_path, sizes, quantize):
     write("llama", tmp_path, **sizes)
     dora, pissa = (
         next(iter(lora_layers(attach(load_model(str(tmp_path), quantize=quantize), KINDS[kind])).values()))
@@ -146,7 +146,7 @@ def int8_values(base, folder):
 @pytest.mark.parametrize("quantize", ["nf4", "int8"])
 @pytest.mark.parametrize("name", ["llama", pytest.param("qwen3", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", IN_PEFT)
-def test_an_adapter_trained_on_a_quantized_base_opens_in_peft_on_the_same_values(bases, tmp_path, kind, name, quantize):
+def test_an_adapter_of_a_quantized_base_opens_in_peft(bases, tmp_path, kind, name, quantize):
     from peft import PeftModel
 
     base = bases(name)

@@ -63,7 +63,7 @@ def test_networks_of_a_directory_hold_the_same_tensors_and_read_them_once(direct
 
 
 @pytest.mark.parametrize("head", ["normal", "zero"])
-def test_outputs_are_those_of_models_loaded_alone_and_so_are_the_random_numbers_drawn(directory, head):
+def test_outputs_and_random_draws_are_those_of_models_loaded_alone(directory, head):
     bases = SharedWeights()
     assert torch.equal(outputs(bases.language_model(directory)), outputs(load_language_model(directory)))
     torch.manual_seed(5)
@@ -88,7 +88,7 @@ def test_a_reward_models_directory_gives_its_head_to_each_network_apart(director
     assert torch.equal(outputs(judge), wanted)
 
 
-def test_a_foreign_architecture_is_shared_between_a_policy_and_a_reward_model(foreign):
+def test_a_foreign_architecture_is_shared_by_policy_and_reward_model(foreign):
     bases = SharedWeights()
     policy, value = bases.language_model(foreign), bases.scalar_model(foreign, "normal")
     own = {id(parameter) for parameter in policy.parameters()}

@@ -9,16 +9,17 @@ import torch
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
+from alignment import load_model
 from alignment.adapters import BottleneckSpec, PrefixSpec, PromptSpec, attach
 from alignment.algorithms import pretrain
 from alignment.algorithms.pretrain import Causal, Masked, SpanCorruption
 from alignment.data.config import DataConfig
 from alignment.errors import UserError
-from alignment.loading import load_model
 from alignment.models.huggingface.checkpoint import load_pretrained
 from alignment.training import OptimConfig, TrainingConfig
 from tests.adapters.tiny_models import ISSUE, disturb, training_batch, write
-from tests.stopping import run_stopped
+from tests.conftest import write_lines
+from tests.stopping import assert_goes_on
 
 SPECS = {
     "prompt": PromptSpec(tokens=4),
@@ -134,13 +135,7 @@ def test_a_start_with_such_an_adapter_takes_no_other(kind, started, make_stage, 
 @NEW_KIND
 def test_stopped_and_resumed_equals_uninterrupted(kind, checkpoints, make_stage, tmp_path):
     changes = {"adapter": SPECS[kind], "training": TrainingConfig(batch_size=4, max_steps=3)}
-    run, config = make_stage("sft", checkpoints["llama"], tmp_path / "whole", **changes)
-    whole = run(config)
-    run, config = make_stage("sft", checkpoints["llama"], tmp_path / "parts", **changes)
-    assert run_stopped(run, config, 1) == 143
-    parts = run(config)
-    wanted, found = (load_file(path / "adapter_model.safetensors") for path in (whole, parts))
-    assert wanted.keys() == found.keys() and all(torch.equal(wanted[name], found[name]) for name in wanted)
+    assert_goes_on(lambda name: make_stage("sft", checkpoints["llama"], tmp_path / name, **changes), 1, tmp_path)
 
 
 PRETRAINED = {
@@ -164,7 +159,7 @@ def test_pretraining_goes_on_under_an_adapter(objective, world, tmp_path, read_m
     goal, model, tokenizer = PRETRAINED[objective]
     data = DataConfig(train=world["pretrain"], max_length=48, max_rows=32)
     text = json.loads(Path(world["pretrain"]).read_text().splitlines()[0])["text"][:150]
-    (tmp_path / "one.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for _ in range(16)))
+    write_lines(tmp_path / "one.jsonl", ({"text": text} for _ in range(16)))
     first = pretrain.PretrainConfig(
         data=data, objective=goal, output=str(tmp_path / "base"), model=model, optim=OptimConfig(learning_rate=1e-2),
         training=TrainingConfig(batch_size=16, max_steps=20), **tokenizer,

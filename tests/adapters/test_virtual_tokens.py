@@ -14,6 +14,7 @@ from alignment.models.external.rectangles import RereadCache, SharedCache
 from alignment.models.huggingface.checkpoint import load_pretrained
 from alignment.ragged import Ragged, with_virtual_tokens
 from tests.adapters.tiny_models import CAUSAL, ISSUE, MODELS, SEQ2SEQ, TIGHT, disturb, inputs, write
+from tests.examples import padded
 
 P = 3
 SPECS = {"prompt": PromptSpec(tokens=P), "prefix": PrefixSpec(tokens=P)}
@@ -91,13 +92,9 @@ def test_a_document_is_the_same_alone_in_company_and_wherever_padding_lies(name,
     alone = [Ragged.build([row], None if masks is None else [masks[i]]) for i, row in enumerate(DOCUMENTS)]
     assert_close(together, torch.cat([model(batch=batch).log_probs for batch in alone]), **TIGHT)
     for side in ("left", "right"):
-        ids, mask = torch.full((3, 12), 77), torch.zeros(3, 12, dtype=torch.long)
-        for row, document in enumerate(DOCUMENTS):
-            place = slice(12 - len(document), None) if side == "left" else slice(len(document))
-            ids[row, place], mask[row, place] = torch.tensor(document), 1
-        padded = model(ids, mask).logits
+        ids, mask = padded(DOCUMENTS, side, filler=77)
         single = torch.cat([model(torch.tensor([document])).logits[0] for document in DOCUMENTS])
-        assert_close(padded[mask.bool()], single, **TIGHT)
+        assert_close(model(ids, mask).logits[mask], single, **TIGHT)
 
 
 @KIND
@@ -183,7 +180,7 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path, monkeypatch):
 
 
 @KIND
-def test_virtual_tokens_are_counted_without_the_weights_which_may_be_sharded(kind, tmp_path):
+def test_virtual_tokens_are_counted_without_sharded_weights(kind, tmp_path):
     write("llama", tmp_path / "base")
     model = attach(load_pretrained(tmp_path / "base"), SPECS[kind]).to("meta")
     adapter = model.prefix or model.soft_prompt

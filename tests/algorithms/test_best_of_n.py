@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from alignment import load_model, load_reward_model, load_tokenizer
 from alignment.algorithms import best_of_n
 from alignment.algorithms.best_of_n import (
     BestOfNConfig,
@@ -28,11 +29,9 @@ from alignment.data.text.chat import stop_token_ids
 from alignment.data.tokenize import tokenize_prompts
 from alignment.errors import UserError
 from alignment.generation import SamplingConfig, decode_responses, response_text
-from alignment.loading import load_model, load_tokenizer
-from alignment.reward_model import load_reward_model
 from alignment.rewards import AnswerSpec, LengthSpec, RewardPart, Rewards, RewardSpec
 from alignment.training import OptimConfig, TrainingConfig
-from tests.conftest import read_lines
+from tests.conftest import read_lines, write_lines
 from tests.examples import prompt_example
 
 
@@ -131,7 +130,7 @@ def test_rows_are_read_as_what_they_are(tmp_path, prompts):
     samples = samples_of([" yes", "no"] * len(prompts), [1.0, 0.0] * len(prompts))
     rows = written_rows(prompts, samples, [Choice([0, 1], (0, 1))] * len(prompts))
     for kind, written in rows.items():
-        (tmp_path / f"{kind}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in written))
+        write_lines(tmp_path / f"{kind}.jsonl", written)
     demonstrations = read_rows(str(tmp_path / "demonstrations.jsonl"), "demonstrations")[0]
     assert [record.response for record in demonstrations] == [" yes", "no"] * len(prompts)
     assert [record.prompt for record in demonstrations[::2]] == [prompt.prompt for prompt in prompts]
@@ -152,7 +151,7 @@ def test_what_a_prompt_says_of_another_response_is_not_kept():
 # --- runs -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_samples_are_those_of_their_row_numbers_and_the_best_by_the_reward_model_is_written(settings, stage, world):
+def test_samples_are_of_their_row_numbers_and_the_best_is_written(settings, stage, world):
     """Response k to prompt i has the draws of row i * n + k, in parts of one batch or all at once."""
     model = str(stage("reward") / "model")
     config = settings(reward_model=model, write=["demonstrations", "comparisons"])
@@ -179,7 +178,7 @@ def test_the_samples_are_those_of_their_row_numbers_and_the_best_by_the_reward_m
     assert results["best_of"][-1]["score"] == pytest.approx(float(scores.view(-1, 4).amax(1).mean()), abs=1e-5)
 
 
-def test_a_run_is_the_same_in_small_parts_and_another_one_with_another_seed(settings, monkeypatch):
+def test_a_run_is_the_same_in_small_parts_and_differs_by_seed(settings, monkeypatch):
     whole = run(settings("whole", keep=None))
     monkeypatch.setattr(best_of_n, "BATCHES", 1)
     parts = run(settings("parts", keep=None, batch_size=5))
@@ -238,7 +237,7 @@ def test_expert_iteration_learns_what_a_function_pays_for(settings, make_stage, 
 # --- refusals -------------------------------------------------------------------------------------------------------
 
 
-def test_what_no_reward_can_be_given_for_is_refused_before_a_network_is_loaded(settings, monkeypatch):
+def test_impossible_rewards_are_refused_before_a_network_is_loaded(settings, monkeypatch):
     monkeypatch.setattr(best_of_n, "load_model", None)
     answer = RewardSpec(answer=AnswerSpec("exact", column="gold"))
     with pytest.raises(UserError, match="needs the column 'gold'"):

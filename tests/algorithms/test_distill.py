@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from alignment import load_model
 from alignment.adapters import LoRASpec
 from alignment.algorithms.distill import DistillConfig, build_distill_state, distill_loss_fn, sample_and_distill
 from alignment.algorithms.rollouts.rollout import collect, ragged_of
 from alignment.algorithms.rollouts.setup import read_rollout_data
 from alignment.data.config import DataConfig
 from alignment.errors import UserError
-from alignment.loading import load_model
 from alignment.losses.language import kl_divergence
 from alignment.training import OptimConfig, Run, TrainingConfig
 from tests.ppo_states import exact_kl
@@ -37,7 +37,7 @@ def batch_of(rollout):
     return ragged_of(rollout.prompts, rollout.responses, rollout.numbers)
 
 
-def test_the_loss_is_the_kl_of_the_whole_distributions_at_the_responses_own_prefixes(built):
+def test_the_loss_is_the_kl_of_whole_distributions(built):
     config, data, state = built(temperature=0.7, max_new_tokens=5)
     samples = collect(state, config, data.prompts.rows_at(0), 0)
     loss = state.loss_fn(batch := batch_of(samples))
@@ -107,7 +107,7 @@ def test_the_student_comes_nearer_to_its_teacher_and_everything_is_logged(
     assert load_model(str(tmp_path / "model")) is not None
 
 
-def test_an_iteration_trains_every_weight_of_the_student_and_none_of_the_teacher(built):
+def test_every_weight_of_the_student_trains_and_none_of_the_teacher(built):
     config, data, state = built(epochs=2, minibatches=2)
     student, [_, teacher] = state.policy.backend.unwrapped, state.roles
     before = [x.clone() for x in student.parameters()], [x.clone() for x in teacher.model.parameters()]

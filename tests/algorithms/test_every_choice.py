@@ -13,13 +13,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from alignment import load_model
 from alignment.cli import main
 from alignment.config.schema import config_keys, packaged_schema, type_text
 from alignment.data.tokenizers.tokenizer import save_tokenizer
-from alignment.loading import load_model
 from alignment.losses.preference_table import LOSSES
 from alignment.models.build import build_model
 from alignment.models.huggingface.checkpoint import save_model
+from tests.conftest import write_lines
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
 MODELS = {
@@ -157,7 +158,7 @@ def folder(tmp_path_factory, tokenizer):
         ],
     }
     for name, lines in rows.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+        write_lines(folder / f"{name}.jsonl", lines)
     return folder
 
 

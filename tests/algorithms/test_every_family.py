@@ -1,29 +1,17 @@
 """The whole of RLHF on every family of decoders, and on one that only transformers knows: a step of each, and it opens again."""
 
-from pathlib import Path
-
 import pytest
 import torch
-import yaml
 
+from alignment import generate, load_model, load_reward_model, load_tokenizer
 from alignment.data.config import DataConfig
 from alignment.data.tokenizers.tokenizer import save_tokenizer
-from alignment.generation import generate
-from alignment.loading import load_model, load_tokenizer
 from alignment.models.build import build_language_model
 from alignment.models.huggingface.checkpoint import save_model
-from alignment.reward_model import load_reward_model
 from alignment.training import OptimConfig, TrainingConfig
+from tests.models.conftest import DECODERS as CASES
 
-CASES = {
-    path.stem: yaml.safe_load(path.read_text(encoding="utf-8"))
-    for path in sorted((Path(__file__).parents[2] / "scripts" / "parity_cases").glob("*.yaml"))
-}
-DECODERS = {
-    name: {"model_type": case["model_type"], **case["config"]}
-    for name, case in CASES.items()
-    if case["kind"] == "decoder"
-}
+DECODERS = {name: {"model_type": case["model_type"], **case["config"]} for name, case in CASES.items()}
 FOREIGN = {
     "model_type": "stablelm", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 2, "num_key_value_heads": 2,

@@ -1,6 +1,5 @@
 """Fine-tuning for downstream tasks: what it learns, what it does not change, and that transformers reads its results alike."""
 
-import json
 import math
 from functools import cache, partial
 from pathlib import Path
@@ -11,6 +10,7 @@ import transformers
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
+from alignment import load_tokenizer
 from alignment.adapters import DoRASpec, IA3Spec, LoRASpec
 from alignment.algorithms.finetune import finetune, scoring
 from alignment.algorithms.finetune.finetune import FinetuneConfig
@@ -35,7 +35,6 @@ from alignment.data.tasks import (
 )
 from alignment.data.text.special_tokens import EncodedText
 from alignment.errors import UserError
-from alignment.loading import load_tokenizer
 from alignment.losses.language import squared_error_loss
 from alignment.models.huggingface.checkpoint import load_language_model, load_pretrained
 from alignment.models.weights_config import WeightsConfig
@@ -43,7 +42,8 @@ from alignment.pipeline.stages import find_stage
 from alignment.ragged import Ragged
 from alignment.training import OptimConfig, TrainingConfig
 from tests.algorithms.labeled_rows import TASKS, write_rows
-from tests.stopping import run_stopped
+from tests.conftest import read_lines, write_lines
+from tests.stopping import assert_goes_on
 
 BERT = {
     "model_type": "bert", "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -129,7 +129,7 @@ def test_a_separable_task_is_learned_and_predicted(trained, rows, read_metrics, 
     found = [last[f"held_out_{name}"] for name in metrics.get(task, ("accuracy",))]
     assert found == pytest.approx([1.0] * len(found), abs=0.05 if task == "regression" else 0)
     assert task != "regression" or (last["held_out_spearman"] > 0.9 and "accuracy" not in last)
-    held_out = [json.loads(line) for line in Path(str(rows[task].evaluation)).read_text().splitlines()]
+    held_out = read_lines(str(rows[task].evaluation))
     asked, expected = ASKED[task]
     assert predict(str(model), [asked(row) for row in held_out], micro_batch_tokens=200) == list(
         map(expected, held_out)
@@ -232,7 +232,7 @@ def test_the_result_does_not_depend_on_how_the_batch_is_cut(settings, tmp_path, 
 
 
 @pytest.mark.parametrize("name", ["plain", "language", "LoRA", "DoRA", "IA3", "frozen"])
-def test_stopped_and_resumed_equals_uninterrupted(settings, tmp_path, read_metrics, name):
+def test_stopped_and_resumed_equals_uninterrupted(settings, tmp_path, name):
     changes = {
         "plain": {},
         "language": {"language_coef": 0.5},
@@ -241,15 +241,8 @@ def test_stopped_and_resumed_equals_uninterrupted(settings, tmp_path, read_metri
         "IA3": {"adapter": IA3Spec()},
         "frozen": {"frozen_trunk": True},
     }[name] | {"training": TrainingConfig(batch_size=16, max_steps=4, evaluate_every_steps=2)}
-    whole = finetune.run(settings("gpt2", "pair_classification", output=str(tmp_path / "whole"), **changes))
-    config = settings("gpt2", "pair_classification", output=str(tmp_path / "parts"), **changes)
-
-    assert run_stopped(finetune.run, config, 2) == 143
-    assert not (tmp_path / "parts" / "model").exists()
-    parts = finetune.run(config)
-    assert_close(weights(parts), weights(whole), rtol=0, atol=0)
-    ours, theirs = ([{**line, "tokens_per_second": 0} for line in read_metrics(run.parent)] for run in (whole, parts))
-    assert ours == theirs and len(ours) == 4
+    config = partial(settings, "gpt2", "pair_classification", **changes)
+    assert_goes_on(lambda name: (finetune.run, config(output=str(tmp_path / name))), 2, tmp_path)
 
 
 # GPT-1's parts
@@ -378,7 +371,7 @@ def test_windows_of_a_question_are_compared_by_score():
 def test_bad_rows_are_refused_before_a_model_is_loaded(settings, tmp_path, monkeypatch, task, lines, words):
     monkeypatch.setattr(finetune, "start_classifier", lambda *a: pytest.fail("a model was loaded"))
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(path, lines)
     with pytest.raises(UserError, match=words):
         finetune.run(settings("bert", task, data=DataConfig(train=str(path))))
 
@@ -532,10 +525,10 @@ def test_what_is_not_fine_tuned_of_transformers_classes_is_refused_by_name(setti
         finetune.run(settings("gpt2", "classification", policy=str(tmp_path / "codegen")))
 
 
-def test_a_text_longer_than_the_position_table_of_a_transformers_encoder_is_refused(settings, encoders, tmp_path):
+def test_a_text_beyond_the_positions_of_transformers_is_refused(settings, encoders, tmp_path):
     """MPNet counts positions from 2, so that 98 rows hold 96 tokens."""
     path = tmp_path / "long.jsonl"
-    path.write_text("".join(json.dumps({"text": "x" * 200, "label": label}) + "\n" for label in "ab"))
+    write_lines(path, ({"text": "x" * 200, "label": label} for label in "ab"))
     data = DataConfig(train=str(path), max_length=97)
     with pytest.raises(UserError, match="96 positions"):
         finetune.run(settings("gpt2", "classification", policy=encoders["mpnet"], data=data))

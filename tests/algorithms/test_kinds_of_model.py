@@ -1,19 +1,19 @@
 """Stages refuse models of another architecture in words, before any weight is read."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from alignment import load_reward_model
 from alignment.data.config import DataConfig
 from alignment.data.tokenizers.tokenizer import save_tokenizer
 from alignment.errors import UserError
 from alignment.evaluation import reward_accuracy
 from alignment.models.build import build_model
 from alignment.models.huggingface.checkpoint import save_model
-from alignment.reward_model import load_reward_model
+from tests.conftest import read_lines
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
 CONFIGS = {
@@ -79,7 +79,7 @@ def test_an_encoder_is_evaluated_as_it_reads_pairs_of_texts(directory, world, tm
     data = DataConfig(train=world["comparisons_heldout"], max_length=256)
     results = reward_accuracy.run(reward_accuracy.RewardEvalConfig(judge, data, str(tmp_path / "out"), bins=5))
     found, card = json.loads(results.read_text()), json.loads((tmp_path / "out" / "card.json").read_text())
-    rows = [json.loads(line) for line in Path(world["comparisons_heldout"]).read_text().splitlines()]
+    rows = read_lines(world["comparisons_heldout"])
     model = load_reward_model(judge)
     scores = {side: model.score([(row["prompt"], row[side]) for row in rows]) for side in ("chosen", "rejected")}
     assert found["margin"] == pytest.approx(float((scores["chosen"] - scores["rejected"]).mean()), abs=1e-5)

@@ -1,15 +1,13 @@
 """Rows that do not fit the model's positions are found before the first update, in every stage, all at once."""
 
-import json
-
 import pytest
 
-from alignment import generate
+from alignment import generate, load_model, load_tokenizer
 from alignment.adapters import PrefixSpec
 from alignment.data.config import DataConfig
 from alignment.errors import UserError
-from alignment.loading import load_model, load_tokenizer
 from alignment.training import TrainingConfig
+from tests.conftest import write_lines
 
 LONG = "Where is the spa, and when does it open? " * 20  # more than the 320 positions of the tiny models
 ROWS = {
@@ -25,7 +23,7 @@ ROWS = {
 def rows(tmp_path):
     def write(kind, *texts):
         path = tmp_path / "rows.jsonl"
-        path.write_text("".join(json.dumps(ROWS[kind](text)) + "\n" for text in texts), encoding="utf-8")
+        write_lines(path, (ROWS[kind](text) for text in texts))
         return str(path)
 
     return write

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from alignment import load_model, load_tokenizer
 from alignment.adapters import LoRASpec
 from alignment.algorithms.online_dpo import (
     OnlineDPOConfig,
@@ -23,9 +24,9 @@ from alignment.algorithms.rollouts.rollout import Rollout, collect
 from alignment.algorithms.rollouts.setup import read_rollout_data
 from alignment.data.config import DataConfig
 from alignment.errors import UserError
-from alignment.loading import load_model, load_tokenizer
 from alignment.rewards.functions import load_own
 from alignment.training import Run
+from tests.conftest import read_lines
 from tests.examples import prompt_example
 from tests.ppo_states import exact_kl, move
 
@@ -91,7 +92,7 @@ def test_pairs_are_those_without_the_responses_that_have_no_score():
     assert [pair.documents[1][-1] for pair in pairs] == [2, 5, 10, 12]
 
 
-def test_equal_responses_make_no_pair_even_if_their_scores_differ_by_rounding():
+def test_equal_responses_make_no_pair():
     samples = samples_of([1.0, 1.0 + 1e-6] * 4, [True] * 8, [[1, 2]] * 8)
     assert make_pairs(samples, config_of(), ALONE) == ([], {"pairs": 0, "score_ties": 1.0, "unjudged": 0.0})
 
@@ -143,7 +144,7 @@ def test_shares_of_comparisons_won_by_hand(tokenizer):
     assert shares(most_a, tokenizer, ["a", "aaa", "b", "c", "d", "e"], 3) == [0.5, 1.0, 0.0, 0.5, 0.5, 0.5]
 
 
-def test_position_bias_cancels_and_a_failed_comparison_leaves_its_prompt_unjudged(tokenizer):
+def test_position_bias_cancels_and_failures_leave_prompts_unjudged(tokenizer):
     assert shares(prefers_first, tokenizer, ["a", "b", "c", "d"], 2) == [0.5] * 4
     found = shares(most_a, tokenizer, ["a?", "b", "aa", "a"], 2)
     assert math.isnan(found[0]) and math.isnan(found[1]) and found[2:] == [1.0, 0.0]
@@ -225,7 +226,7 @@ def test_the_first_loss_is_log_2_and_everything_is_logged(stage, ran, tmp_path, 
     assert first["chosen_score"] > first["score"] > first["rejected_score"] and first["pairs"] == 8
     assert {"kl", "kl_k3", "margin", "accuracy", "score_ties", "ended_share", "seconds_sampling", "seconds_scoring",
             "seconds_update", "response_tokens", "gold_score"} <= {*first}  # fmt: skip
-    lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    lines = read_lines(tmp_path / "samples.jsonl")
     assert [line["step"] for line in lines] == [1, 1, 1, 2, 2, 2] and len({line["prompt"] for line in lines[:3]}) == 1
     notes = json.loads((tmp_path / "lineage.json").read_text())["notes"]
     assert not any("value model" in note for note in notes) and any("memory: reference" in note for note in notes)

@@ -1,7 +1,5 @@
 """Online DPO on several rewards: pairs worked by hand, the short form to the last bit, judges that fail, runs that learn."""
 
-import json
-
 import pytest
 import torch
 
@@ -16,15 +14,11 @@ from alignment.errors import UserError
 from alignment.generation import Generation, response_text
 from alignment.rewards import AnswerSpec, JudgeSpec, LengthSpec, RewardPart, Rewards, RewardSpec
 from alignment.training import OptimConfig, Run, TrainingConfig
+from tests.conftest import write_lines
 from tests.examples import prompt_example
 from tests.stub_server import good, serving
 
 NAN = float("nan")
-
-
-def vowels(prompts, responses, **columns):
-    """Share of vowels."""
-    return [sum(c in "aeiou" for c in text) / max(1, len(text)) for text in responses]
 
 
 @pytest.fixture
@@ -51,7 +45,7 @@ def built(config):
 def sums(tmp_path):
     """Four prompts whose answer is 7."""
     path = tmp_path / "sums.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"Sum {i}?", "answer": "7"}) + "\n" for i in range(4)), "utf-8")
+    write_lines(path, ({"prompt": f"Sum {i}?", "answer": "7"} for i in range(4)))
     return DataConfig(train=str(path), max_length=64)
 
 
@@ -131,7 +125,7 @@ def test_one_entry_is_the_short_form(settings, stage):
 # Settings
 
 
-def test_rewards_that_cannot_be_given_are_refused_before_a_network_is_loaded(settings, stage, sums, monkeypatch):
+def test_impossible_rewards_are_refused_before_a_network_is_loaded(settings, stage, sums, monkeypatch):
     from alignment.algorithms.rollouts import setup
 
     monkeypatch.setattr(setup, "load_policy", lambda *_, **__: pytest.fail("a network was loaded"))
@@ -155,7 +149,7 @@ def spec_of(server, **settings):
     return RewardSpec(judge=JudgeSpec(server.url, retries=0, timeout_seconds=5.0, **settings))
 
 
-def test_a_response_that_the_judge_failed_on_leaves_its_prompt_without_a_pair(settings):
+def test_a_failed_judgment_leaves_its_prompt_without_a_pair(settings):
     """Two responses of sixteen: their prompts are counted and learned nothing from; the others are."""
     broken = set()
 
@@ -203,7 +197,7 @@ def test_it_learns_what_a_function_pays_for(settings, read_metrics, tmp_path):
     found = {}
     for weight in (1.0, -1.0):
         run, config = settings(
-            f"weight{weight}", rewards=[RewardSpec(function=f"{__name__}:vowels", weight=weight)],
+            f"weight{weight}", rewards=[RewardSpec(function="tests.algorithms.test_best_of_n:vowels", weight=weight)],
             responses_per_prompt=4, epochs=1, minibatches=1, max_new_tokens=6, missing_end_penalty=0.0, beta=0.05,
             optim=OptimConfig(learning_rate=2e-2), training=TrainingConfig(batch_size=16, max_steps=12),
         )  # fmt: skip

@@ -7,13 +7,14 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from alignment import load_model, load_reward_model, load_tokenizer
 from alignment.algorithms import reward, sft
 from alignment.algorithms.dpo import dpo
 from alignment.algorithms.rollouts import loop as ppo
 from alignment.data.config import DataConfig
-from alignment.loading import load_model, load_tokenizer
-from alignment.reward_model import load_reward_model, load_reward_network
+from alignment.reward_model import load_reward_network
 from alignment.training import TrainingConfig
+from tests.examples import padded
 
 TIGHT = {"atol": 1e-5, "rtol": 0}
 TEXT = "Hotel Old Oak. The spa is on floor seven.\nGuest Clara: Where is the spa?\nConcierge: On floor seven."
@@ -31,13 +32,6 @@ def model_of(stage, name):
 def base_of(directory):
     with open(f"{directory}/adapter_config.json", encoding="utf-8") as file:
         return os.path.join(directory, json.load(file)["base_model_name_or_path"])
-
-
-def padded(documents, fill):
-    """Ids and attention mask [B, T], padded on the right."""
-    width = max(map(len, documents))
-    ids = torch.tensor([[*document, *[fill] * (width - len(document))] for document in documents])
-    return ids, torch.tensor([[1] * len(document) + [0] * (width - len(document)) for document in documents])
 
 
 @pytest.mark.parametrize("name", [*POLICIES, *POLICY_ADAPTERS])
@@ -72,7 +66,7 @@ def test_a_reward_model_opens_in_transformers(name, stage):
     tokenizer = AutoTokenizer.from_pretrained(directory)
     end = tokenizer.eos_token_id
     documents = [[*tokenizer(text).input_ids, end] for text in (TEXT, TEXT[:50], TEXT[10:])]
-    ids, attention = padded(documents, tokenizer.pad_token_id)
+    ids, attention = padded(documents, filler=tokenizer.pad_token_id)
     with torch.no_grad():
         scores = theirs(ids, attention_mask=attention).logits
     assert scores.shape == (3, 1) and scores.std() > 1e-3
@@ -100,12 +94,6 @@ def test_every_update_is_logged_with_the_agreed_keys(kind, stage, read_metrics):
         assert all(isinstance(value, int | float) for value in line.values())
     for name in ("config.yaml", "lineage.json"):
         assert (stage(kind) / name).is_file()
-
-
-def test_ppo_keeps_samples(stage):
-    samples = [json.loads(line) for line in (stage("ppo") / "samples.jsonl").read_text(encoding="utf-8").splitlines()]
-    assert {sample["step"] for sample in samples} == {1, 2}
-    assert all(sample["prompt"].endswith("Concierge:") and "score" in sample for sample in samples)
 
 
 STAGES = {"sft": sft, "reward": reward, "dpo": dpo, "ppo": ppo}

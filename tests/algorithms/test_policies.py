@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from alignment import load_tokenizer
 from alignment.adapters import LoRASpec
 from alignment.algorithms import pretrain, reward, sft
 from alignment.algorithms.dpo import dpo
@@ -17,14 +18,13 @@ from alignment.algorithms.runs import read_split
 from alignment.algorithms.sft import language_loss_fn
 from alignment.data.config import DataConfig
 from alignment.data.tokenize import PROMPT_CUT
-from alignment.loading import load_tokenizer
 from alignment.models.outputs import LanguageOutput
 from alignment.ragged import Ragged
 from alignment.training import LossSum, TrainingConfig, held_out_metrics
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_held_out_means_are_over_what_counts_without_dropout_and_the_mode_stays(training):
+def test_held_out_means_are_without_dropout_and_the_mode_stays(training):
     model, modes = torch.nn.Dropout().train(training), []
     engine = SimpleNamespace(
         model=model,
@@ -113,7 +113,7 @@ def test_new_weights_follow_the_seed(checkpoints, make_stage, tmp_path, monkeypa
     assert torch.equal(heads[0], heads[1]) and not torch.allclose(heads[0], heads[2])
 
 
-def test_a_critic_from_the_policy_trains_an_adapter_and_its_head_where_the_policy_does(stage, make_stage, tmp_path):
+def test_a_critic_from_the_policy_trains_an_adapter_and_its_head(stage, make_stage, tmp_path):
     _, config = make_stage(
         "ppo", str(stage("sft") / "model"), tmp_path, reward_model="-", value_model="policy", adapter=LoRASpec(rank=2)
     )

@@ -5,42 +5,25 @@ import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.testing import assert_close
 
+from alignment import load_reward_model, load_tokenizer
 from alignment.adapters import LoRASpec, PrefixSpec
-from alignment.algorithms.ppo import PPOConfig, iterate
-from alignment.algorithms.ppo.loss_functions import RolloutBatch, policy_loss_fn
+from alignment.algorithms.ppo import iterate
 from alignment.algorithms.ppo.setup import build_state, start_value_model
-from alignment.algorithms.ppo.state import ScoreNormalizer
-from alignment.algorithms.rollouts.rollout import ragged_of
 from alignment.data.config import DataConfig
 from alignment.data.text.chat import prompt_ids
 from alignment.errors import UserError
 from alignment.hotel_world.gold import gold_score
-from alignment.loading import load_tokenizer
-from alignment.reward_model import load_reward_model, load_reward_network
+from alignment.reward_model import load_reward_network
 from alignment.rewards.build import response_scorer
-from alignment.rewards.combine import PartNormalizer
 from alignment.training import OptimConfig, TrainingConfig
-from tests.conftest import read_lines
+from tests.conftest import read_lines, write_lines
 from tests.examples import prompt_example
 from tests.ppo_states import state_of
-
-
-# Adam whose eps dwarfs every gradient divides by a constant: plain gradient descent with step 1.
-@pytest.fixture
-def ppo(stage, make_stage, tmp_path):
-    """`ppo(**config changes)` -> its run function and config, from the SFT policy and the reward model."""
-
-    def make(output="ppo", policy="sft", reward_model="reward", **changes):
-        reward_model = changes.pop("reward_directory", None) or str(stage(reward_model) / "model")
-        return make_stage("ppo", str(stage(policy) / "model"), tmp_path / output, reward_model=reward_model, **changes)
-
-    return make
 
 
 @pytest.fixture
@@ -49,35 +32,6 @@ def text(world):
 
 
 # --- the update -----------------------------------------------------------------------------------------------------
-
-
-def test_the_policy_is_the_one_that_sampled_in_every_iteration(ppo, text, read_metrics, tmp_path):
-    training = TrainingConfig(batch_size=8, max_steps=3)
-    run, config = ppo(pretrain=text, pretrain_coef=0.5, minibatches=4, temperature=0.9, training=training)
-    run(config)
-    lines = read_metrics(tmp_path / "ppo")
-    assert len(lines) == 3 and all(line["first_ratio_error"] <= 1e-5 for line in lines)
-    assert all(line["pretrain_loss"] > 1 and line["approx_kl"] > 0 for line in lines)
-    assert abs(lines[0]["kl"]) < 1e-4 < abs(lines[-1]["kl"])
-
-
-def test_policy_metrics_are_worked_by_hand():
-    """Ratios 1.5, 1.5, 0.5, 0.5 at advantages 1, -1, 1, -1 and clip range 0.3: costs -1.3, 1.5, -0.5, 0.7."""
-    config = PPOConfig("p", reward_model="r", data=DataConfig(train="t"), output="o", clip_range=0.3)
-    change = torch.tensor([1.5, 1.5, 0.5, 0.5]).log()
-    old, advantages = torch.tensor([-1.0, -2.0, -3.0, -4.0]), torch.tensor([1.0, -1.0, 1.0, -1.0])
-    batch = RolloutBatch(ragged_of([[1]], [[2, 3, 4, 5]], [0]), old, torch.zeros(4), advantages, torch.zeros(4))
-    policy = lambda **_: SimpleNamespace(log_probs=old + change, entropy=torch.tensor([0.1, 0.2, 0.3, 0.4]))  # noqa: E731
-    ratio_errors = []
-    result = policy_loss_fn(policy, config, ratio_errors)(batch)
-    assert result.total.item() == pytest.approx(0.4, abs=1e-6)
-    assert {name: value.item() for name, value in result.metrics.items()} == pytest.approx({
-        "policy_loss": 0.4,
-        "approx_kl": (change**2).sum().item() / 2,
-        "clip_fraction": 2,  # the first and the last; the others lie outside the range, but not clipped
-        "entropy": 1.0,
-    })  # fmt: skip
-    assert ratio_errors[0].item() == pytest.approx(0.5)
 
 
 def test_rows_that_fill_no_last_batch_are_made_up_for_from_the_next_epoch(ppo, read_metrics, tmp_path):
@@ -90,18 +44,6 @@ def test_rows_that_fill_no_last_batch_are_made_up_for_from_the_next_epoch(ppo, r
 # --- rewards --------------------------------------------------------------------------------------------------------
 
 
-def test_the_normalizer_makes_mean_0_and_deviation_1():
-    """H25: mean -1.25 and deviation 0.8 give scale 1.25 and shift 1.5625; later scores do not move them."""
-    scores, add = torch.tensor([-2.05, -0.45]), lambda x: x
-    normalizer = ScoreNormalizer()
-    assert normalizer.fit(scores, add) is normalizer
-    assert (normalizer.scale, normalizer.shift) == pytest.approx((1.25, 1.5625), rel=1e-6)
-    shaped = normalizer.scale * scores + normalizer.shift
-    assert abs(shaped.mean()) < 1e-6 and shaped.std(correction=0).item() == pytest.approx(1, abs=1e-6)
-    normalizer.fit(scores + 5, add)
-    assert normalizer.scale == pytest.approx(1.25)
-
-
 def test_a_reward_model_that_cannot_tell_is_refused(ppo):
     _, config = ppo()
     state, prompts = state_of(config)
@@ -110,25 +52,8 @@ def test_a_reward_model_that_cannot_tell_is_refused(ppo):
         iterate(state, config, prompts, 0)
 
 
-def test_one_response_has_no_deviation_and_is_told_as_that():
-    with pytest.raises(UserError, match="that of one response; raise training"):
-        ScoreNormalizer().fit(torch.tensor([-2.05]), lambda x: x)
-    normalizer = PartNormalizer("first", name="style")
-    with pytest.raises(UserError, match=r"style .* that of one response"):
-        normalizer.take_in(torch.tensor([0.5]), lambda x: x)
-
-
-def test_scores_that_are_not_finite_are_named_by_their_reward_model_and_row(ppo):
-    _, config = ppo()
-    state, prompts = state_of(config)
-    [model] = [role.model for role in state.roles if role.name == "reward model"]
-    with torch.no_grad():
-        list(model.parameters())[-1].fill_(math.nan)
-    with pytest.raises(UserError, match=f"reward model {config.reward_model} gives nan .*{prompts[0].row_id}"):
-        iterate(state, config, prompts, 0)
-
-
-def test_a_response_is_paid_its_normalized_score_at_its_end_less_what_a_missing_end_costs(ppo):
+def test_a_score_is_paid_at_the_end_less_what_a_missing_end_costs(ppo):
+    """[H29] By the reason it ended: stop tokens of the run's own end a response as the tokenizer's end token does."""
     _, config = ppo(kl_coef=0.0, missing_end_penalty=2.0)
     state, prompts = state_of(config)
     state.stop_ids = list(range(0, 384, 12))  # so that some responses end and some do not
@@ -213,13 +138,11 @@ def dialogues(tmp_path, stage):
         for number in range(8)
     ]
     path = tmp_path / "dialogues.jsonl"
-    path.write_text("".join(json.dumps({"prompt": row}) + "\n" for row in rows), encoding="utf-8")
+    write_lines(path, ({"prompt": row} for row in rows))
     return policy, str(path), rows
 
 
-def test_a_reward_model_with_another_tokenizer_reads_chat_prompts_through_its_own_template(
-    ppo, foreign, dialogues, tmp_path
-):
+def test_a_foreign_reward_model_reads_chats_through_its_own_template(ppo, foreign, dialogues, tmp_path):
     """What PPO notes as a sample's score is the score of its prompt's messages and its text; a response cut at its length
     is read without an end token. Up to the rounding of another batch."""
     policy, path, rows = dialogues
@@ -249,7 +172,7 @@ def test_a_response_that_ended_is_scored_with_the_reward_models_own_end(tokenize
     assert_close(expected[:1], judge.score([(rows[0], "At nine.")]), atol=5e-6, rtol=0)
 
 
-def test_cut_prompts_are_refused_where_the_reward_model_would_see_them_whole(ppo, foreign, dialogues):
+def test_cut_prompts_are_refused_for_a_foreign_reward_model(ppo, foreign, dialogues):
     policy, path, _ = dialogues
     with open(path, "a", encoding="utf-8") as file:
         file.write(json.dumps({"prompt": [{"role": "user", "content": "Where is it? " * 40}]}) + "\n")
@@ -261,9 +184,7 @@ def test_cut_prompts_are_refused_where_the_reward_model_would_see_them_whole(ppo
         run(replace(config, policy=policy))
 
 
-def test_a_reward_model_whose_template_refuses_the_prompts_is_noticed_before_sampling(
-    ppo, foreign, dialogues, tmp_path
-):
+def test_a_template_that_refuses_prompts_is_noticed_before_sampling(ppo, foreign, dialogues, tmp_path):
     policy, path, _ = dialogues
     with_template(foreign, "{{ raise_exception('no system role') }}")
     run, config = ppo(reward_directory=foreign, value_model="policy", data=DataConfig(train=path))
@@ -272,7 +193,7 @@ def test_a_reward_model_whose_template_refuses_the_prompts_is_noticed_before_sam
     assert not (tmp_path / "ppo" / "samples.jsonl").exists()
 
 
-def test_a_reward_model_with_the_same_words_and_another_chat_template_reads_through_its_own(dialogues, stage, tmp_path):
+def test_a_reward_model_with_another_template_reads_through_its_own(dialogues, stage, tmp_path):
     policy, _, rows = dialogues
     directory = with_template(shutil.copytree(stage("reward") / "model", tmp_path / "judge"), BRACKETED)
     judge, tokenizer = load_reward_model(directory), load_tokenizer(policy)
@@ -282,7 +203,7 @@ def test_a_reward_model_with_the_same_words_and_another_chat_template_reads_thro
     assert given.tolist() == judge.score([(rows[0], "At nine.")], ended=[False]).tolist()
 
 
-def test_ppo_runs_against_a_foreign_reward_model_with_a_value_model_of_its_own(ppo, foreign, read_metrics, tmp_path):
+def test_a_foreign_reward_model_needs_a_value_model_of_the_policy(ppo, foreign, read_metrics, tmp_path):
     run, config = ppo("refused", reward_directory=foreign)
     with pytest.raises(UserError, match="value_model=policy"):
         run(config)
@@ -312,7 +233,7 @@ def kl(prompts, responses):
     return [0.0 for _ in prompts]
 
 
-def test_metrics_of_the_texts_are_logged_under_the_names_of_their_functions(ppo, read_metrics, tmp_path):
+def test_text_metrics_are_logged_under_their_functions_names(ppo, read_metrics, tmp_path):
     training = TrainingConfig(batch_size=2, max_steps=2)
     run, config = ppo(metrics=["hotel_gold", f"{__name__}:count_words"], training=training)
     run(config)
@@ -326,7 +247,7 @@ def test_metrics_of_the_texts_are_logged_under_the_names_of_their_functions(ppo,
 
 
 @pytest.mark.parametrize("names", [["nowhere:count"], ["math:count"], ["math:fsum", "math:fsum"]])
-def test_metrics_that_cannot_be_found_or_told_apart_are_refused_before_a_model_is_loaded(ppo, names):
+def test_unknown_metrics_are_refused_before_a_model_is_loaded(ppo, names):
     _, config = ppo(metrics=names)
     with pytest.raises(UserError, match="metrics: "):
         build_state(replace(config, policy="nowhere"), None)

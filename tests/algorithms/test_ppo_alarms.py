@@ -38,6 +38,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_each_collapse_is_noted_once_with_its_numbers(name):
+    """[H28] A kl that stays negative among them."""
     changes, text = CASES[name]
     notes = notes_of(changes)
     assert len(notes) == 1 and f"({name})" in notes[0] and text in notes[0]

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
+from alignment import load_model
 from alignment.algorithms.ppo.config import HeldOutConfig
 from alignment.algorithms.ppo.setup import build_state, read_data
 from alignment.algorithms.rollouts import loop
@@ -18,8 +19,7 @@ from alignment.algorithms.rollouts.state import HeldOut, win_share
 from alignment.data.config import DataConfig
 from alignment.errors import UserError
 from alignment.generation import SamplingConfig, decode_responses
-from alignment.loading import load_model
-from alignment.rewards.specs import LengthSpec, RewardSpec
+from alignment.rewards import LengthSpec, RewardSpec
 from alignment.training import OptimConfig, Run, TrainingConfig
 from alignment.training.settings import EarlyStopping
 from tests.ppo_states import exact_kl, move
@@ -50,14 +50,14 @@ def test_scores_win_rate_and_budget_are_worked_by_hand():
     """Scores 1 2 3 4 at the start; then 2 2 1 5: won, tied, lost, won."""
     assert win_share([2.0, 2.0, 1.0, 5.0], [1.0, 2.0, 3.0, 4.0]) == 2.5 / 4
     held_out = HeldOut([], lambda *_: torch.zeros(0), SamplingConfig(), kl_budget=3.0)
-    first = held_out.take_in([1.0, 2.0, 3.0, 4.0], 0.0, 0)
+    first = held_out.add([1.0, 2.0, 3.0, 4.0], 0.0, 0)
     assert first == {"held_out_score": 2.5, "held_out_win_rate": 0.5, "held_out_kl": 0.0} and not held_out.ended_by
-    assert held_out.take_in([2.0, 2.0, 1.0, 5.0], 3.0, 1)["held_out_win_rate"] == 0.625 and not held_out.ended_by
-    held_out.take_in([2.0, 2.0, 1.0, 5.0], 3.01, 7)
+    assert held_out.add([2.0, 2.0, 1.0, 5.0], 3.0, 1)["held_out_win_rate"] == 0.625 and not held_out.ended_by
+    held_out.add([2.0, 2.0, 1.0, 5.0], 3.01, 7)
     assert "3.01 nats after iteration 7, above held_out.kl_budget (3)" in held_out.ended_by
 
 
-def test_responses_are_drawn_by_a_seed_of_their_own_and_scored_by_the_judge(ppo):
+def test_responses_have_their_own_seed_and_the_judges_scores(ppo):
     _, config = ppo(held_out=replace(BY_LENGTH, seed=11), temperature=0.8)
     with Run(config.output, {}, stage="ppo") as run:
         data = read_data(config, run)
@@ -87,12 +87,12 @@ def test_responses_are_drawn_by_a_seed_of_their_own_and_scored_by_the_judge(ppo)
 def test_held_out_figures_leave_out_what_has_no_score():
     """Means of 4 and 2; of the prompts with both scores 3 beats 1, and 1 loses to 2."""
     held_out = HeldOut([], lambda *_: torch.empty(0), SamplingConfig(4))
-    assert held_out.take_in([1.0, 2.0, math.nan, -9.0], 0.1, 0)["held_out_score"] == -2
-    found = held_out.take_in([3.0, 1.0, 5.0, math.nan], 0.1, 1)
+    assert held_out.add([1.0, 2.0, math.nan, -9.0], 0.1, 0)["held_out_score"] == -2
+    found = held_out.add([3.0, 1.0, 5.0, math.nan], 0.1, 1)
     assert found["held_out_score"] == 3 and found["held_out_win_rate"] == 0.5
 
 
-def test_the_budget_counts_the_kl_of_the_policy_and_not_that_of_its_filtered_samples(ppo):
+def test_the_budget_counts_the_kl_of_the_policy_not_of_its_samples(ppo):
     _, config = ppo(temperature=0.8, top_k=3)
     with Run(config.output, {}, stage="ppo") as run:
         data = read_data(config, run)
@@ -173,7 +173,7 @@ def test_the_run_ends_at_its_kl_budget_with_the_best_weights_within_it(ppo, monk
     assert (run(config) == model and len(read_metrics(tmp_path / "run")) == 4) or not config.training.save_every_steps
 
 
-def test_a_start_beyond_the_kl_budget_is_refused_before_anything_is_learned(ppo, monkeypatch, read_metrics, tmp_path):
+def test_a_start_beyond_the_kl_budget_is_refused(ppo, monkeypatch, read_metrics, tmp_path):
     planned(monkeypatch, [([0.0] * 4, 4.5)])
     run, config = ppo(held_out=replace(BY_LENGTH, kl_budget=4.0))
     with pytest.raises(UserError, match=r"starting policy's held_out_kl is 4\.5 nats, beyond the budget of 4"):

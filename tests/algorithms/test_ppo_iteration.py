@@ -1,48 +1,29 @@
-"""One iteration of PPO: which settings reach what, which rows and texts each update learns from, metrics by hand."""
+"""One iteration of PPO: which settings reach what, which samples, rows and texts each update learns from (H31 to H37)."""
 
+import copy
 import json
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.testing import assert_close
 
-from alignment.algorithms.ppo import ppo
+from alignment import load_model
+from alignment.algorithms.ppo import iterate, ppo
 from alignment.algorithms.ppo.advantages import add_advantages
-from alignment.algorithms.ppo.config import PPOConfig
-from alignment.algorithms.ppo.loss_functions import RolloutBatch, rollout_batches, value_loss_fn
-from alignment.algorithms.ppo.metrics import explained_variance, sampling_error
-from alignment.algorithms.ppo.ppo import iterate
-from alignment.algorithms.ppo.setup import build_state, read_data
+from alignment.algorithms.ppo.loss_functions import rollout_batches
+from alignment.algorithms.ppo.metrics import sampling_error
 from alignment.algorithms.ppo.state import ScoreNormalizer
-from alignment.algorithms.rollouts.metrics import distinct_share, response_means
-from alignment.algorithms.rollouts.rollout import Rollout, group_rollouts, ragged_of
+from alignment.algorithms.rollouts.metrics import sample_columns
+from alignment.algorithms.rollouts.rollout import collect, draw_samples, ragged_of
 from alignment.data.config import DataConfig
 from alignment.generation import SamplingConfig, decode_responses
-from alignment.loading import load_model
-from alignment.models.outputs import ValueOutput
-from alignment.ragged import Ragged, group_by_length
-from alignment.training import OptimConfig, Run, TrainingConfig
-
-
-@pytest.fixture
-def built(stage, make_stage, tmp_path):
-    """`built(**config changes)` -> config, data and state of a run from the SFT policy and the reward model."""
-
-    def build(**changes):
-        policy, reward_model = (str(stage(name) / "model") for name in ("sft", "reward"))
-        _, config = make_stage("ppo", policy, tmp_path / "run", reward_model=reward_model, **changes)
-        with Run(config.output, {}, stage="ppo") as directory:
-            data = read_data(config, directory)
-            return config, data, build_state(config, data)
-
-    return build
-
-
-def same(total):
-    """A sum over one rank."""
-    return total
+from alignment.ragged import Ragged
+from alignment.training import OptimConfig, TrainingConfig
+from tests.ppo_states import exact_kl, move
 
 
 def test_samples_and_advantages_follow_the_settings(built):
@@ -60,7 +41,7 @@ def test_samples_and_advantages_follow_the_settings(built):
     drawn = draw(prompts=[prompt.ids for prompt in prompts], rows=range(16, 24))  # rows are numbered over the whole run
     metrics, rollout = iterate(state, config, prompts, 2)
     assert rollout.responses == drawn.token_ids and rollout.numbers == list(range(16, 24))
-    wanted = add_advantages(rollout, config, ScoreNormalizer(enabled=False), 0.3, same)
+    wanted = add_advantages(rollout, config, ScoreNormalizer(enabled=False), 0.3, lambda total: total)
     for name in ("rewards", "advantages", "returns"):
         assert_close(getattr(rollout, name), getattr(wanted, name))
     assert metrics["response_tokens"] * 8 == sum(map(len, drawn.token_ids)) and rollout.seconds > 0
@@ -132,46 +113,6 @@ def test_a_named_reference_is_asked(built, stage):
         assert (state.policy.backend.unwrapped(batch=batch).log_probs - wanted).abs().max() > 1e-2
 
 
-def test_metrics_of_a_rollout_are_worked_by_hand():
-    frame = torch.tensor
-    rollout = Rollout(
-        prompts=[[1], [1], [1], [1]], responses=[[6, 2], [7], [8], [7]], numbers=[0, 1, 2, 3],
-        mask=frame([[True, True], [True, False], [True, False], [True, False]]),
-        log_probs=frame([[-1.0, -2.0], [-3.0, 0.0], [-1.0, 0.0], [-3.0, 0.0]]),
-        sampled_log_probs=frame([[-1.0, -2.1], [-2.7, 0.0], [-1.0, 0.0], [-3.0, 0.0]]),
-        reference_log_probs=frame([[-1.2, -1.6], [-4.0, 0.0], [-1.0, 0.0], [-3.0, 0.0]]),
-        values=frame([[1.0, 2.0], [0.0, 9.0], [1.0, 9.0], [1.0, 9.0]]),
-        scores=frame([3.0, 1.0, -2.0, 4.0]), ended=frame([True, False, True, True]),
-        returns=frame([[2.0, 4.0], [0.0, 9.0], [1.0, 9.0], [3.0, 9.0]]),
-    )  # fmt: skip
-    metrics = response_means(rollout, same)
-    # log-ratios 0.2 - 0.4 and 1; k3 exp(-0.2) - 1 + 0.2, exp(0.4) - 1 - 0.4, exp(-1) - 1 + 1
-    assert metrics == pytest.approx({
-        "score": 1.5, "unscored_share": 0, "kl": (-0.2 + 1.0) / 4, "kl_k3": (0.018731 + 0.091825 + 0.367879) / 4,
-        "response_tokens": 5 / 4, "ended_share": 0.75,
-    }, abs=1e-5)  # fmt: skip
-    # returns 2 4 0 1 3 vary by 10 / 4; what is left of them, 1 2 0 0 2, by 4 / 4
-    assert explained_variance(rollout, same) == pytest.approx(0.6)
-    assert distinct_share(rollout, lambda value: [value]) == 0.75
-    assert distinct_share(rollout, lambda value: [value, [[6, 2], [9]]]) == 4 / 6
-    assert sampling_error(rollout, same) == pytest.approx(0.3)  # the sampler was further up
-    assert sampling_error(replace(rollout, sampled_log_probs=rollout.log_probs - rollout.mask * 0.2), same) > 0.19
-
-
-def test_the_value_loss_is_worked_by_hand():
-    """Values 2 and 1 are clipped to 0.5 + 0.4, by the value model's own range; the policy's is another."""
-    config = PPOConfig(
-        "p", reward_model="r", data=DataConfig(train="t"), output="o", clip_range=0.1, value_clip_range=0.4
-    )
-    batch = RolloutBatch(
-        ragged_of([[1, 5]], [[6, 7]], [0]), torch.zeros(2), torch.tensor([0.5, 0.5]), torch.zeros(2),
-        torch.tensor([1.5, 1.0]),
-    )  # fmt: skip
-    value_model = lambda batch, tokens: ValueOutput(values=torch.tensor([9.0, 2.0, 1.0, 9.0])[tokens])  # noqa: E731  2 and 1 stand before the response's tokens
-    # (0.9 - 1.5)^2 / 2 = 0.18 beats (2 - 1.5)^2 / 2; (0.9 - 1)^2 / 2 = 0.005 beats (1 - 1)^2 / 2
-    assert value_loss_fn(value_model, config)(batch).total.item() == pytest.approx(0.185, abs=1e-6)
-
-
 def test_responses_to_one_prompt_share_it_in_scoring_and_updates(built):
     """Several responses to a prompt: the same numbers as with the prompt computed for each, in fewer tokens."""
     found = []
@@ -199,17 +140,162 @@ def test_responses_to_one_prompt_share_it_in_scoring_and_updates(built):
         assert_close(one, other, atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("limit", [12, 20, 40, 1000])
-def test_responses_to_one_prompt_stay_together_within_the_limit(limit):
-    prompts = [[1] * 8, [2] * 3, [1] * 8, [3] * 5, [1] * 8, [2] * 3]
-    responses = [[9] * n for n in (4, 2, 1, 3, 4, 5)]
-    groups = group_rollouts(prompts, responses, limit, True)
-    assert sorted(row for group in groups for row in group) == list(range(6))
-    for group in groups:
-        batch = ragged_of([prompts[row] for row in group], [responses[row] for row in group], group, share_prompts=True)
-        assert len(batch.tokens) <= limit
-    assert len(groups) == {12: 5, 20: 2, 40: 1, 1000: 1}[limit]
-    lengths = [len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True)]
-    assert group_rollouts(prompts, responses, limit, False) == group_by_length(lengths, limit)
-    alone = [[number, *prompt] for number, prompt in enumerate(prompts)]
-    assert group_rollouts(alone, responses, limit, True) == group_by_length([n + 1 for n in lengths], limit)
+FAST = OptimConfig(learning_rate=1e-3, eps=1e-5)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"temperature": 0.6}, {"top_k": 5}, {"top_p": 0.5, "temperature": 1.4}, {"min_p": 0.3}]
+)
+def test_H31_filtered_samples_are_scored_whole_and_weighed(built, settings):
+    """The ratio starts at 1 whatever the filter; the sampler's own log-probabilities are those of the cut distribution, so
+    that each weight is the mass that the filter kept."""
+    config, data, state = built(**settings)
+    metrics, rollout = iterate(state, config, data.prompts_of(0), 0)
+    assert metrics["first_ratio_error"] <= 1e-5
+    if config.samples_differ:
+        kept = (rollout.log_probs - rollout.sampled_log_probs).exp()[rollout.mask]
+        assert_close(rollout.weights[rollout.mask], kept.clamp(max=2.0), atol=1e-6, rtol=0)
+        assert 0 < kept.min() < 0.99 and kept.max() <= 1 + 1e-5
+        assert metrics["importance_weight_mean"] == pytest.approx(kept.mean().item(), abs=1e-5)
+        assert metrics["sampling_kl"] > 0
+    else:
+        assert rollout.weights is None and "importance_weight_mean" not in metrics and metrics["sampling_error"] <= 1e-5
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"top_k": 5}, {"top_p": 0.5, "temperature": 1.4}, {"min_p": 0.3}, {"rollouts_behind": 1, "optim": FAST}],
+    ids=["top_k", "top_p", "min_p", "behind"],
+)
+def test_the_kl_of_foreign_samples_is_summed_over_the_vocabulary(built, settings):
+    """`kl`, what is written of each sample and the controller's step: of the policy, whatever has drawn its tokens."""
+    config, data, state = built(**settings, kl_target=0.02)
+    reference = load_model(config.policy)
+    if config.rollouts_behind:
+        iterate(state, config, data.prompts_of(0), 0)
+    else:
+        move(state.policy.backend.unwrapped)
+    policy, coef = copy.deepcopy(state.policy.backend.unwrapped), state.kl.coef
+    metrics, rollout = iterate(state, config, data.prompts_of(1), 1)
+    values = exact_kl(policy, reference, rollout.prompts, rollout.responses, config.temperature)
+    kl = sum(values) / len(values)
+    assert metrics["kl"] == pytest.approx(kl, rel=1e-3) and kl > 1e-3
+    assert sample_columns(rollout)["kl"] == pytest.approx(values[:2], rel=1e-3)
+    assert not {"kl_k2", "kl_k3"} & metrics.keys()  # estimates from tokens that the policy has not drawn
+    error = min(max(kl / 0.02 - 1, -0.2), 0.2)
+    assert state.kl.coef == pytest.approx(coef * (1 + error * len(values) / config.kl_horizon), rel=1e-6)
+
+
+def test_the_kl_of_own_samples_is_estimated_from_their_tokens(built):
+    config, data, state = built(temperature=0.7)
+    move(state.policy.backend.unwrapped)
+    metrics, rollout = iterate(state, config, data.prompts_of(0), 0)
+    k1 = (rollout.log_probs - rollout.reference_log_probs).sum(1).mean()
+    assert rollout.token_kl is None and metrics["kl"] == pytest.approx(k1.item(), abs=1e-6)
+    assert {"kl_k2", "kl_k3"} <= metrics.keys()
+
+
+def test_H32_a_checkpoints_generation_config_does_not_reach_the_rollouts(built, write_checkpoint, tmp_path):
+    """64 rollouts of 8 tokens of a nearly uniform model are distinct, with top_k = 1 in its generation_config.json."""
+    policy = write_checkpoint(tmp_path / "policy", "llama")
+    file = Path(policy) / "generation_config.json"
+    known = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps(known | {"do_sample": True, "top_k": 1, "top_p": 0.01, "temperature": 0.1}))
+    training = TrainingConfig(batch_size=64, max_steps=1)
+    config, data, state = built(policy, training=training, max_new_tokens=8)
+    same = [data.prompts_of(0)[0]] * 64
+    responses = draw_samples(state, config, same, 0).responses.token_ids
+    assert len({tuple(tokens) for tokens in responses}) >= 60
+    greedy = draw_samples(state, replace(config, top_k=1), same, 0).responses.token_ids
+    assert len({tuple(tokens) for tokens in greedy}) == 1  # what the run itself asks for is done
+
+
+def test_H33_log_probs_do_not_depend_on_batching_and_little_on_precision(built):
+    config, data, state = built(max_new_tokens=12)
+    found = {}
+    for tokens in (1, 10**6):  # one row at a time, and all at once
+        changed = replace(config, training=replace(config.training, micro_batch_tokens=tokens))
+        found[tokens] = collect(state, changed, data.prompts_of(0), 0)
+    one, whole = found[1], found[10**6]
+    assert one.responses == whole.responses
+    assert_close(one.log_probs, whole.log_probs, atol=2e-6, rtol=0)
+    assert sampling_error(whole, lambda total: total) <= 1e-5  # with the cache against without
+    model = state.policy.backend.unwrapped
+    batch = ragged_of(whole.prompts, whole.responses, whole.numbers)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        rounded = model(batch=batch).log_probs
+    assert 0 < (rounded.float() - whole.log_probs[whole.mask]).abs().max() <= 0.05
+
+
+def ranks_of(built, size, **settings):
+    """This iteration's samples on each of `size` ranks, of one prompt again and again."""
+    config, data, state = built(name=f"ranks{size}", **settings)
+    prompts = [data.prompts_of(0)[0]] * 8
+    found = []
+    for rank in range(size):
+        group = SimpleNamespace(rank=rank, size=size, device=torch.device("cpu"), largest=lambda count: count)
+        view = SimpleNamespace(
+            process_group=group, policy=state.policy, rollout_weights="gathered", stop_ids=state.stop_ids, servers=None,
+            cuda_graphs=False,
+        )  # fmt: skip
+        found.append(draw_samples(view, config, prompts, 3))
+    return found
+
+
+@pytest.mark.parametrize("settings", [{}, {"micro_rollout_batch_size": 3, "top_p": 0.8}], ids=["", "few slots"])
+def test_H37_ranks_together_draw_the_responses_of_one_rank(built, settings):
+    (one,), two = ranks_of(built, 1), ranks_of(built, 2, **settings)
+    if not settings:
+        merged = dict(
+            zip(two[0].numbers + two[1].numbers, two[0].responses.token_ids + two[1].responses.token_ids, strict=True)
+        )
+        assert merged == dict(zip(one.numbers, one.responses.token_ids, strict=True))
+    assert two[0].numbers == [24, 26, 28, 30] and two[1].numbers == [25, 27, 29, 31]
+    drawn = [tuple(tokens) for part in two for tokens in part.responses.token_ids]
+    assert len(set(drawn)) >= 6  # of 8 responses to one prompt, on two ranks
+
+
+@pytest.mark.parametrize("slots", [1, 3, 8])
+def test_I15_a_seed_reproduces_rollouts_whatever_the_slots(built, slots):
+    """Responses of several prompts enter as others end: who shares the cache with whom changes no draw (I15)."""
+    settings = {"max_new_tokens": 10, "responses_per_prompt": 1, "top_p": 0.9, "temperature": 1.2}
+    config, data, state = built(**settings)
+    state.stop_ids = list(range(0, 384, 12))
+    prompts = data.prompts_of(0)
+    wanted = draw_samples(state, config, prompts, 0).responses
+    assert len(set(map(len, wanted.token_ids))) > 1
+    again = draw_samples(state, replace(config, micro_rollout_batch_size=slots), prompts, 0).responses
+    assert again.token_ids == wanted.token_ids
+    for mine, other in zip(again.log_probs, wanted.log_probs, strict=True):
+        assert mine == pytest.approx(other, abs=1e-5)
+    for changed, step in ((replace(config, training=replace(config.training, seed=1)), 0), (config, 1)):
+        assert draw_samples(state, changed, prompts, step).responses.token_ids != wanted.token_ids
+
+
+def test_an_iteration_behind_learns_from_samples_of_older_weights(built):
+    """Decoupled PPO: sampled by older weights, the ratio's denominator, reference and values by those of now, weighed."""
+    training = TrainingConfig(batch_size=8, max_steps=3)
+    config, data, state = built(rollouts_behind=1, training=training, temperature=0.9)
+    model = state.policy.backend.unwrapped
+    sampling = replace(config.sampling)
+
+    def sampled(step):
+        ids = [list(prompt.ids) for prompt in data.prompts_of(step)]
+        return decode_responses(model, ids, sampling, state.stop_ids, rows=range(8 * step, 8 * step + 8)).token_ids
+
+    start = {step: sampled(step) for step in (0, 1)}
+    _, first = iterate(state, config, data.prompts_of(0), 0)
+    after_one = {step: sampled(step) for step in (1, 2)}
+    batch = ragged_of([list(prompt.ids) for prompt in data.prompts_of(1)], start[1], range(8, 16))
+    with torch.no_grad():
+        now = model(batch=batch, temperature=0.9).log_probs
+    metrics, second = iterate(state, config, data.prompts_of(1), 1)
+    assert first.responses == start[0]  # nothing is older than the start
+    assert second.responses == start[1] != after_one[1]
+    assert_close(second.log_probs[second.mask], now, atol=1e-6, rtol=0)
+    change = (second.log_probs - second.sampled_log_probs)[second.mask]
+    assert change.abs().max() > 1e-3
+    assert_close(second.weights[second.mask], change.exp().clamp(max=2.0), atol=1e-6, rtol=0)
+    assert metrics["first_ratio_error"] <= 1e-5
+    _, third = iterate(state, config, data.prompts_of(2), 2)
+    assert third.responses == after_one[2] and state.ahead.waiting is None  # no iteration follows

@@ -41,7 +41,7 @@ def test_displacement_is_said_where_both_fall(chosen, rejected, start, notes):
 
 
 @pytest.mark.parametrize(("chosen", "notes"), [(-41.1, 1), (-40.9, 0)])
-def test_displacement_without_a_reference_is_measured_against_the_first_updates(chosen, notes):
+def test_displacement_without_a_reference_compares_first_updates(chosen, notes):
     without = {"chosen_log_prob_change": None, "rejected_log_prob_change": None}
     found = said(chosen_log_prob=chosen, rejected_log_prob=-50.0, **without)
     assert len(found) == notes and all(line.startswith("displacement: ") for line in found)

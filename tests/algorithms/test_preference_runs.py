@@ -14,15 +14,11 @@ from torch.testing import assert_close
 from alignment.algorithms.runs import to_dict
 from alignment.data.config import DataConfig
 from alignment.training import OptimConfig, TrainingConfig
+from tests.conftest import write_lines
 from tests.distributed.processes import run_ranks
 
 ANSWERS = (" The pool opens in July.", " I am not sure.", " No.", " Go away!")
 QUICK = OptimConfig(learning_rate=1e-2, schedule="constant")
-
-
-def write(path, rows) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return str(path)
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +33,7 @@ def rankings(tmp_path_factory) -> str:
         ranking = [order.index(place) for place in range(size)]  # indices of the responses, the best one first
         rows.append({"prompt": prompt, "responses": answers, "ranking": ranking})
     tied = {"prompt": "Guest: hello?\nConcierge:", "responses": [" Yes.", " Hello."], "ranking": [[0, 1]]}
-    return write(tmp_path_factory.mktemp("rankings") / "rankings.jsonl", [*rows, tied])
+    return write_lines(tmp_path_factory.mktemp("rankings") / "rankings.jsonl", [*rows, tied])
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +49,7 @@ def labels(tmp_path_factory, world) -> str:
         }
         for number, row in enumerate(pairs)
     ]
-    return write(tmp_path_factory.mktemp("labels") / "labels.jsonl", rows)
+    return write_lines(tmp_path_factory.mktemp("labels") / "labels.jsonl", rows)
 
 
 def notes(output) -> str:
@@ -154,11 +150,12 @@ def test_damaged_numbers_are_computed_again_with_a_note(form, cached, tmp_path, 
 
 
 def test_other_rows_weights_or_templates_have_numbers_of_their_own(world, stage, ran, tmp_path, write_checkpoint):
+    """[H40]"""
     folder, policy = tmp_path / "log_probs", str(stage("sft") / "model")
     messages = tmp_path / "messages.jsonl"
     with open(world["comparisons"], encoding="utf-8") as file:
         pairs = [json.loads(line) for line in file][:4]
-    write(messages, [{**row, "prompt": [{"role": "user", "content": row["prompt"]}]} for row in pairs])
+    write_lines(messages, [{**row, "prompt": [{"role": "user", "content": row["prompt"]}]} for row in pairs])
     training = TrainingConfig(batch_size=4, max_steps=1)
 
     def files(name, source=policy, **changes):

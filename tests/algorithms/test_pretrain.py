@@ -1,6 +1,5 @@
 """Pretraining runs of every objective: they learn, do not depend on memory settings, resume exactly, and distil."""
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -10,6 +9,7 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 from torch.testing import assert_close
 
+from alignment import load_model, load_tokenizer
 from alignment.algorithms import pretrain
 from alignment.algorithms.pretrain import (
     Causal,
@@ -29,12 +29,12 @@ from alignment.data.rows.records import Text
 from alignment.data.tokenizers.tokenizer import save_tokenizer
 from alignment.data.tokenizers.train import train_tokenizer
 from alignment.errors import UserError
-from alignment.loading import load_model, load_tokenizer
 from alignment.models.build import build_model
 from alignment.models.huggingface.checkpoint import load_pretrained
 from alignment.models.new_weights import attach_span_boundary, init_from_teacher, spaced_layers
 from alignment.ragged import Ragged
 from alignment.training import OptimConfig, TrainingConfig
+from tests.conftest import write_lines
 from tests.stopping import assert_goes_on
 
 NOUNS, STATES = ("cat", "dog", "bird", "cow", "fox", "hen", "pig", "rat"), ("old", "ill", "shy", "wet", "hot", "sad")
@@ -130,7 +130,7 @@ def test_passages_of_one_text_are_refused_after_the_split(share, part, make, tmp
     """[A4] No other text of that part has a second sentence for them, and drawing one would never end."""
     texts = [" ".join(f"{noun} {state} once." for state in STATES) for noun in NOUNS]
     file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    write_lines(file, ({"text": text} for text in texts))
     data = DataConfig(train=str(file), evaluation_share=share, max_length=32)
     with pytest.raises(UserError, match=f"{part} text are of one text"):
         pretrain.run(make("sentence pairs", data=data))
@@ -138,10 +138,10 @@ def test_passages_of_one_text_are_refused_after_the_split(share, part, make, tmp
     assert pretrain.run(make("sentence pairs", "order", data=data, objective=order)).exists()
 
 
-def test_an_albert_learns_the_order_of_sentences_and_transformers_reads_its_head(make, tmp_path, read_metrics):
+def test_an_albert_learns_sentence_order_and_opens_in_transformers(make, tmp_path, read_metrics):
     rows = [f"at dawn the {noun} was {state}. at dusk the {noun} left." for noun in NOUNS for state in STATES]
     data = tmp_path / "rows.jsonl"
-    data.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    write_lines(data, ({"text": row} for row in rows))
     changes = {
         "data": DataConfig(train=str(data), evaluation=str(data), max_length=48),
         "optim": OptimConfig(learning_rate=1e-2, warmup_steps=10),
@@ -176,7 +176,7 @@ def test_memory_settings_change_no_result(case, make):
 
 
 @pytest.mark.parametrize("case", ["masked", "span corruption"])
-def test_a_row_is_corrupted_anew_in_every_epoch_and_again_alike_in_another_run(case, make, read_metrics, tmp_path):
+def test_a_row_is_corrupted_anew_each_epoch_and_alike_in_each_run(case, make, read_metrics, tmp_path):
     still = OptimConfig(learning_rate=1e-12)  # the loss then changes with the corruption only
     losses = {}
     for name in ("a", "b"):

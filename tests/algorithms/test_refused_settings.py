@@ -15,11 +15,12 @@ from alignment.algorithms.ppo.config import HeldOutConfig
 from alignment.algorithms.reward import EnsembleConfig, RewardConfig
 from alignment.algorithms.sft import SamplesConfig, SFTConfig
 from alignment.data.config import DataConfig
-from alignment.rewards.specs import LengthSpec, RewardSpec
+from alignment.rewards import LengthSpec, RewardSpec
 from alignment.training import TrainingConfig
 
 ROWS = DataConfig(train="t")
 HELD_OUT = DataConfig(train="t", evaluation="e")
+STREAMED = DataConfig(train="t", streaming=True)
 COMMON = {"policy": "p", "data": ROWS, "output": "o"}
 MORE = {
     PPOConfig: COMMON | {"reward_model": "r"},
@@ -47,6 +48,13 @@ REFUSED = {
     DPOConfig: [
         ({"beta": 0.0}, "beta"), ({"label_smoothing": 0.5}, "label_smoothing"), ({"label_smoothing": -0.1}, "label_smoothing"),
         ({"f_alpha": 0.3}, "f_alpha"), ({"adapter": LoRASpec(dropout=0.1)}, "adapter.dropout must be 0 in DPO, got 0.1"),
+        ({"loss": "ipo", "gamma": 1.0}, "gamma is a parameter of simpo"), ({"loss": "sigmoyd"}, "'sigmoyd' is unknown"),
+        ({"loss": {"kto": 1.0, "ipo": 1.0}}, "different rows"), ({"loss": "simpo", "reference": "m"}, "simpo needs none"),
+        ({"loss": "kto", "reference_log_probs": "cache"}, "cannot be computed beforehand"),
+        ({"loss": "nca_pair", "f_divergence": "js"}, "needs the rewards"),
+        ({"loss": "exo_pair", "label_smoothing": 0.0}, "label_smoothing"),
+        ({"data": STREAMED, "reference_log_probs": "cache"}, "cache computes them for all rows before"),
+        ({"data": STREAMED, "loss": "odpo"}, "odpo"),
     ],
     PPOConfig: [
         ({"temperature": 0.0}, "temperature"), ({"max_new_tokens": 0}, "max_new_tokens"), ({"epochs": 0}, "epochs"),
@@ -56,6 +64,8 @@ REFUSED = {
         ({"importance_cap": 0.0}, "importance_cap"), ({"rollouts_behind": 2}, "rollouts_behind"), ({"top_p": 0.0}, "top_p"),
         ({"top_k": -1}, "top_k"), ({"adapter": LoRASpec(dropout=0.1)}, "adapter.dropout must be 0 in PPO, got 0.1"),
         ({"pretrain": HELD_OUT, "pretrain_coef": 0.5}, "pretrain.evaluation is not read"),
+        *[({"ratio": "sequence", "advantages": name, "responses_per_prompt": 2}, "ratio sequence")
+          for name in ("gae", "reinforce++", "remax")],
         ({"data": HELD_OUT}, "data.evaluation is not read"),
         ({"training": KEPT["held_out_score"]}, "training.keep_best has no effect"),
         ({"held_out": JUDGE}, "held_out needs prompts: set data.evaluation"),

@@ -1,6 +1,5 @@
 """Reward models from rankings, ties, steps, ensembles and encoders: each learns a planted preference and loads again."""
 
-import json
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +8,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from alignment.adapters.specs import LoRASpec
+from alignment import load_reward_model
+from alignment.adapters import LoRASpec
 from alignment.algorithms.reward import EnsembleConfig, bootstrap_counts, objective_loss_fn
 from alignment.commands.export import export_model
 from alignment.data.batches import Example, collate_pairs, collate_rankings
@@ -21,8 +21,9 @@ from alignment.models.build import build_model
 from alignment.models.huggingface.checkpoint import save_model
 from alignment.models.outputs import ValueOutput
 from alignment.models.shared_weights import SharedWeights
-from alignment.reward_model import load_frozen_reward_model, load_reward_model
+from alignment.reward_model import load_frozen_reward_model
 from alignment.training import OptimConfig, TrainingConfig
+from tests.conftest import read_lines, write_lines
 from tests.examples import pair_example, ranked_example
 
 WORDS = ["pool", "bus", "spa", "tour", "bar", "view"]
@@ -36,11 +37,6 @@ def response(rng, count=2):
     return " " + " and ".join(f"the {rng.choice(WORDS)} is {MOODS[mood]}" for mood in moods), sum(moods)
 
 
-def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return str(path)
-
-
 def rankings(path, count, seed, size=4):
     """Rows of 2 to `size` ranked responses, with ties where rewards are equal."""
     rng, rows = random.Random(seed), []
@@ -50,7 +46,7 @@ def rankings(path, count, seed, size=4):
             rows.append(
                 {"prompt": f"How is the {rng.choice(WORDS)}?", "responses": list(found), "scores": list(found.values())}
             )
-    return write(path, rows)
+    return write_lines(path, rows)
 
 
 def pairs(path, count, seed):
@@ -59,7 +55,7 @@ def pairs(path, count, seed):
         (one, high), (two, low) = response(rng), response(rng)
         if high > low:
             rows.append({"prompt": f"How is the {rng.choice(WORDS)}?", "chosen": one, "rejected": two})
-    return write(path, rows)
+    return write_lines(path, rows)
 
 
 def data_of(make, tmp_path, count=96):
@@ -99,7 +95,7 @@ def test_pairs_cost_the_same_as_comparisons_and_as_rankings_of_two(tmp_path):
         assert_close(total / number, found[0].metrics[name] / 3)
 
 
-def test_a_prompt_counts_once_however_the_groups_are_cut_and_however_many_responses_it_has():
+def test_a_prompt_counts_once_however_groups_are_cut():
     """InstructGPT's mean over prompts: sums over micro-batches of any cut divide by the same weight."""
     rng = random.Random(0)
     rows = [
@@ -123,9 +119,9 @@ def test_a_prompt_counts_once_however_the_groups_are_cut_and_however_many_respon
 
 
 def test_rows_whose_responses_all_tie_are_left_out_where_they_say_nothing(checkpoints, ran, tmp_path, capsys):
-    rows = [json.loads(line) for line in Path(rankings(tmp_path / "r.jsonl", 20, 0)).read_text().splitlines()]
+    rows = read_lines(rankings(tmp_path / "r.jsonl", 20, 0))
     rows[3]["scores"] = [1] * len(rows[3]["responses"])
-    path = write(tmp_path / "tied.jsonl", rows)
+    path = write_lines(tmp_path / "tied.jsonl", rows)
     for loss, kept in (("ranking", 19), ("rao_kupper", 20)):
         ran(
             "reward", checkpoints["llama"], tmp_path / loss, data=DataConfig(train=path), loss=loss,
@@ -138,9 +134,7 @@ def test_rows_whose_responses_all_tie_are_left_out_where_they_say_nothing(checkp
 
 
 @pytest.mark.parametrize("kind", ["heads", "adapters"])
-def test_an_ensemble_scores_by_its_mean_its_lowest_or_its_mean_less_its_spread(
-    kind, checkpoints, make_stage, tmp_path, read_metrics
-):
+def test_an_ensemble_scores_by_mean_lowest_or_mean_less_spread(kind, checkpoints, make_stage, tmp_path, read_metrics):
     more = {"adapter": LoRASpec(rank=4, alpha=16.0)} if kind == "adapters" else {}
     ensemble = EnsembleConfig(members=3, kind=kind, bootstrap=True)
     run, config = make_stage(
@@ -201,7 +195,7 @@ def test_a_process_reward_model_learns_step_labels(checkpoints, make_stage, tmp_
                     "labels": [mood == "lovely" for mood in moods],
                 }
             )
-        return write(path, rows)
+        return write_lines(path, rows)
 
     run, config = make_stage(
         "reward", checkpoints["llama"], tmp_path / "run", data=data_of(steps, tmp_path), loss="steps", **QUICK
@@ -320,18 +314,18 @@ def test_an_encoder_takes_adapters_ensembles_and_rankings(settings, encoder, mak
     assert_close(load_reward_model(str(exported)).score_members(texts), reward.score_members(texts))
 
 
-def test_long_rows_of_an_encoder_lose_the_prompts_beginning_and_are_counted(encoder, ran, tmp_path, capsys):
+def test_long_rows_of_an_encoder_lose_the_prompts_beginning(encoder, ran, tmp_path, capsys):
     rng = random.Random(0)
     rows = [
         {"prompt": "how is the " + "bus " * 60, "chosen": response(rng)[0] + " a", "rejected": response(rng)[0] + " b"}
         for _ in range(8)
     ]
-    data = DataConfig(train=write(tmp_path / "long.jsonl", rows), max_length=40, max_cut_share=1.0)
+    data = DataConfig(train=write_lines(tmp_path / "long.jsonl", rows), max_length=40, max_cut_share=1.0)
     ran("reward", encoder("bert"), tmp_path / "run", data=data, training=TrainingConfig(batch_size=8, max_steps=1))
     assert "cut 8: prompt longer than fits" in capsys.readouterr().err
 
 
-def test_what_an_encoder_cannot_learn_is_refused_before_its_weights_are_read(encoder, make_stage, tmp_path):
+def test_what_an_encoder_cannot_learn_is_refused_early(encoder, make_stage, tmp_path):
     policy = encoder("bert")
     Path(policy, "model.safetensors").write_bytes(b"not read")
     run, config = make_stage("reward", policy, tmp_path / "a", loss="steps")
@@ -340,7 +334,7 @@ def test_what_an_encoder_cannot_learn_is_refused_before_its_weights_are_read(enc
     ):
         run(config)
     rows = [{"prompt": [{"role": "user", "content": "hi"}], "chosen": "a b", "rejected": "c d"}]
-    data = DataConfig(train=write(tmp_path / "chat.jsonl", rows))
+    data = DataConfig(train=write_lines(tmp_path / "chat.jsonl", rows))
     run, config = make_stage("reward", policy, tmp_path / "b", data=data)
     with pytest.raises(UserError, match=r"chat\.jsonl:1: the prompt is a list of messages, and an encoder reads texts"):
         run(config)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from alignment.algorithms.ppo.config import PPOConfig
+from alignment.algorithms.ppo import PPOConfig
 from alignment.algorithms.rollouts import rollout, setup
 from alignment.algorithms.rollouts.setup import choose_rollout_weights, sampling_bytes
 from alignment.data.batches import Example

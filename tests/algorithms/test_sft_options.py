@@ -12,6 +12,7 @@ from alignment.data.config import DataConfig
 from alignment.errors import UserError
 from alignment.training import OptimConfig, TrainingConfig
 from alignment.training.settings import EarlyStopping
+from tests.conftest import read_lines
 
 OPTIONS = {
     "loss_on": {"loss_on": "all"},
@@ -73,7 +74,7 @@ def test_the_prompt_counts_too_and_the_first_token_never():
     assert whole.sources is not None and whole.sources.tolist() == [3, 4] and whole.row_ids == part.row_ids
 
 
-def test_a_resumed_run_with_noise_average_and_early_stopping_is_the_same_to_the_bit(sft, read_metrics, tmp_path):
+def test_a_resumed_run_with_all_options_is_the_same_to_the_bit(sft, read_metrics, tmp_path):
     settings = {
         "neftune_alpha": 5.0, "label_smoothing": 0.1, "samples": SamplesConfig(prompts=1, max_new_tokens=4),
         "training": {"ema_decay": 0.7, "early_stopping": EarlyStopping("held_out_nll", 2), "save_every_steps": 2,
@@ -91,7 +92,7 @@ def test_a_resumed_run_with_noise_average_and_early_stopping_is_the_same_to_the_
     assert (parts / "samples.jsonl").read_text() == (whole / "samples.jsonl").read_text()
 
 
-def test_samples_are_written_at_each_evaluation_shown_in_the_report_and_change_no_number(sft, read_metrics):
+def test_samples_of_evaluations_are_reported_and_change_no_number(sft, read_metrics):
     from alignment.reports.page import write_run_report
 
     without = sft("without", neftune_alpha=5.0)
@@ -99,7 +100,7 @@ def test_samples_are_written_at_each_evaluation_shown_in_the_report_and_change_n
     losses = [[line["loss"] for line in read_metrics(path)] for path in (without, with_samples)]
     assert losses[0] == losses[1]
     assert not (without / "samples.jsonl").exists()
-    lines = [json.loads(line) for line in (with_samples / "samples.jsonl").read_text().splitlines()]
+    lines = read_lines(with_samples / "samples.jsonl")
     assert [line["step"] for line in lines] == [3, 3, 6, 6, 9, 9]
     assert lines[0]["prompt"] == lines[2]["prompt"] != lines[1]["prompt"]
     assert len({line["response"] for line in lines}) > 1
@@ -114,9 +115,7 @@ def test_the_prompt_of_a_sample_is_all_before_the_last_response():
     assert prompt_of(Example.single(ids, [True] * 8, "")) == [0]  # cut at the left: something must come first
 
 
-def test_a_chat_template_that_none_of_the_rows_enters_is_refused_before_the_model_is_loaded(
-    checkpoints, make_stage, tmp_path
-):
+def test_a_chat_template_that_no_row_enters_is_refused(checkpoints, make_stage, tmp_path):
     run, config = make_stage("sft", checkpoints["llama"], tmp_path / "run", chat_template="zephyr")
     with pytest.raises(UserError, match="as_messages"):
         run(config)

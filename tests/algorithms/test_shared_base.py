@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from alignment import load_model, load_tokenizer
 from alignment.adapters import LoRASpec, PrefixSpec, attach, save_adapter
 from alignment.algorithms.policies import load_policy, reference_of
 from alignment.algorithms.ppo import iterate
 from alignment.data.tokenizers.tokenizer import save_tokenizer
-from alignment.loading import Checkpoint, load_model, load_tokenizer
+from alignment.loading import Checkpoint
 from alignment.models.huggingface.checkpoint import load_language_model, load_scalar_model
 from alignment.models.shared_weights import SharedWeights
 from alignment.models.weight_bytes import held_bytes, total_bytes
@@ -109,7 +110,7 @@ def test_each_network_gives_what_it_gives_alone(kind, one_base, parents, checkpo
 
 
 @KINDS
-def test_iterations_change_what_trains_and_neither_base_nor_reference_nor_reward_model(kind, one_base, checkpoints):
+def test_iterations_change_what_trains_and_nothing_shared(kind, one_base, checkpoints):
     _, config = one_base("ppo", kind, optim=OptimConfig(learning_rate=1e-2))
     state, prompts = state_of(config)
     batch = Ragged.build([IDS[0].tolist()])
@@ -174,7 +175,7 @@ def test_a_reference_over_the_same_base_shares_its_weights(kind, parents, checkp
         assert_close(reference(batch=batch).log_probs, alone, atol=1e-5, rtol=0)
 
 
-def test_a_frozen_reward_model_shares_with_a_value_model_that_has_an_adapter(stage, make_stage, tmp_path):
+def test_a_frozen_reward_model_shares_with_an_adapted_value_model(stage, make_stage, tmp_path):
     """Here the reward model is no adapter: value model and reward model are one base, policy and reference another."""
     policy, reward = str(stage("sft") / "model"), str(stage("reward") / "model")
     _, config = make_stage("ppo", policy, tmp_path, reward_model=reward, adapter=LoRASpec(rank=2))
@@ -204,7 +205,7 @@ def test_the_memory_of_each_role_is_noted_before_the_start(one_base, tmp_path):
     assert "nothing of it trains" in notes[2] and "no weights of its own" in notes[3]
 
 
-def test_a_network_that_trains_the_shared_base_ends_the_run_before_it_starts(one_base, monkeypatch, tmp_path):
+def test_a_network_that_trains_the_shared_base_is_refused(one_base, monkeypatch, tmp_path):
     from alignment.algorithms import scoring
 
     load = scoring.load_frozen_reward_model

@@ -6,23 +6,18 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from alignment import generate, load_model, load_reward_model, load_tokenizer
 from alignment.adapters import LoRASpec, PrefixSpec
 from alignment.commands.export import export_model
 from alignment.data.config import DataConfig
 from alignment.data.text.chat import stop_token_ids
 from alignment.data.tokenizers.tokenizer import save_tokenizer
 from alignment.data.tokenizers.train import train_bpe
-from alignment.generation import generate
-from alignment.loading import load_model, load_tokenizer
 from alignment.models.build import build_language_model
 from alignment.models.huggingface.checkpoint import save_model
-from alignment.reward_model import load_reward_model
 from alignment.training import OptimConfig, TrainingConfig
+from tests.data.conftest import CHATML, TURNS
 
-TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 QUESTION = [{"role": "user", "content": "How are you?"}]
 ANSWER = {"role": "assistant", "content": "I am fine."}
 LLAMA = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
@@ -32,8 +27,7 @@ LLAMA = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num
 @pytest.fixture(scope="module")
 def chatml():
     """A tokenizer whose template ends turns with another token than EOS."""
-    special = ("<s>", "</s>", "<pad>", "<|im_start|>", "<|im_end|>")
-    return train_bpe([QUESTION[0]["content"], ANSWER["content"]], 264, special, chat_template=TEMPLATE)
+    return train_bpe([QUESTION[0]["content"], ANSWER["content"]], 264, TURNS, chat_template=CHATML)
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +124,7 @@ def test_a_generation_config_that_is_no_object_is_named(content, write_base, tmp
         load_model(str(base))
 
 
-def test_a_model_that_runs_as_transformers_class_carries_its_generation_config_too(chatml, tmp_path):
+def test_a_transformers_class_carries_its_generation_config_too(chatml, tmp_path):
     """Also one that transformers reads and refuses to write: a temperature without do_sample."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -170,7 +164,7 @@ def notes_of(directory):
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
-def test_transformers_scores_as_we_do_where_the_base_pads_with_its_end_token(kind, judge, tmp_path):
+def test_transformers_scores_alike_where_the_base_pads_with_its_end(kind, judge, tmp_path):
     from transformers import AutoModelForSequenceClassification
 
     directory = judge(1, LoRASpec(rank=4) if kind == "lora" else None)

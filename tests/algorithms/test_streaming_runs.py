@@ -105,8 +105,3 @@ def test_ppo_refuses_streamed_prompts(stage, make_stage, tmp_path, world):
     )
     with pytest.raises(UserError, match=r"data\.streaming: sft, reward, dpo and pretrain"):
         run(config)
-
-
-def test_a_cached_reference_refuses_streamed_pairs(make_stage, streamed, tmp_path):
-    with pytest.raises(ValueError, match=r"reference_log_probs cache .* data\.streaming"):
-        make_stage("dpo", "policy", tmp_path, **streamed("dpo"), reference_log_probs="cache")

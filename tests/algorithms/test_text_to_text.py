@@ -10,11 +10,10 @@ import torch
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
-from alignment import load_reward_model
+from alignment import generate, load_model, load_reward_model, load_tokenizer
 from alignment.adapters import LoRASpec, PrefixSpec
 from alignment.algorithms import reward, sft
-from alignment.algorithms.dpo import dpo
-from alignment.algorithms.dpo.config import DPOConfig
+from alignment.algorithms.dpo import DPOConfig, dpo
 from alignment.data.batches import collate, collate_for_encoder_decoder
 from alignment.data.config import DataConfig
 from alignment.data.encoder_inputs import TEXT_TO_TEXT
@@ -25,13 +24,13 @@ from alignment.errors import UserError
 from alignment.evaluation import win_rate_run
 from alignment.evaluation.benchmarks import run as benchmarks
 from alignment.evaluation.benchmarks.run import BenchmarksConfig
-from alignment.generation import SamplingConfig, generate
+from alignment.generation import SamplingConfig
 from alignment.judging.config import WinRateConfig
 from alignment.judging.likelihood import LanguageScorer
-from alignment.loading import load_model, load_tokenizer
 from alignment.models.build import build_language_model
 from alignment.models.huggingface.checkpoint import save_model
 from alignment.training import OptimConfig, TrainingConfig
+from tests.conftest import read_lines, write_lines
 from tests.stopping import assert_goes_on
 
 WORDS = ["one", "two", "three", "four"]
@@ -78,7 +77,7 @@ def rows(path):
         {"prompt": f"{verb} {one} {two}", "response": f"{one} {two}" if verb == "copy" else f"{two} {one}"}
         for verb, one, two in product(("copy", "reverse"), WORDS, WORDS)
     ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in found))
+    write_lines(path, found)
     return found
 
 
@@ -137,7 +136,7 @@ def test_prompt_and_response_have_the_special_tokens_of_the_family():
         assert example.mask == [False] * len(source) + [True] * len(target)
 
 
-def test_long_rows_lose_the_beginning_of_the_prompt_and_then_the_end_of_the_response():
+def test_long_rows_lose_the_prompts_beginning_then_the_responses_end():
     tokenizer = word_tokenizer("bart")
     [example], counts = examples_of(tokenizer, [("copy one two three four one", "one two")], max_length=8)
     assert example.ids == [0, 9, 6, 2, 0, 6, 7, 2]  # <s> four one </s>, then <s> one two </s>
@@ -195,7 +194,7 @@ def test_held_out_loss_samples_and_every_option_of_the_loss(tmp_path):
     sft.run(config(start("bart", tmp_path / "start"), data, tmp_path / "run", **changes))
     last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
     assert last["held_out_loss"] > last["held_out_nll"] > 0
-    samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    samples = read_lines(tmp_path / "run" / "samples.jsonl")
     assert samples[0]["prompt"] == "<s> copy one one </s>" and "<" not in samples[0]["response"]
 
 
@@ -261,7 +260,7 @@ def test_benchmarks_and_win_rates_generate_from_the_encoders_prompt(tmp_path):
     from transformers import AutoModelForSeq2SeqLM
 
     found = rows(tmp_path / "rows.jsonl")[:4]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
+    write_lines(tmp_path / "rows.jsonl", found)
     models = {name: start("bart", tmp_path / name, seed=seed) for seed, name in enumerate(("a", "b"))}
     for name, task in TASKS.items():
         (tmp_path / f"{name}.yaml").write_text(json.dumps({"source": "rows.jsonl", "prompt": "{{ prompt }}", **task}))
@@ -284,7 +283,7 @@ def test_benchmarks_and_win_rates_generate_from_the_encoders_prompt(tmp_path):
     wins = str(tmp_path / "wins")
     settings = WinRateConfig(models=models, data=data, output=wins, baseline="a", judge="longer", max_new_tokens=6)
     win_rate_run.run(settings)
-    sampled = [json.loads(line) for line in (tmp_path / "wins" / "responses.jsonl").read_text().splitlines()]
+    sampled = read_lines(tmp_path / "wins" / "responses.jsonl")
     drawn = generate(model, tokenizer, prompts, max_new_tokens=6, temperature=settings.temperature, seed=settings.seed)
     assert [row["responses"]["a"] for row in sampled] == drawn.texts
     measured = json.loads((tmp_path / "wins" / "results.json").read_text())["models"]["b"]
@@ -317,7 +316,7 @@ def test_whole_texts_are_measured_with_decoders_only(settings, why, tmp_path):
 def preferences(path):
     """The right answer against the words of the commands, 32 rows."""
     found = [{"prompt": row["prompt"], "chosen": row["response"], "rejected": "copy reverse"} for row in rows(path)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in found))
+    write_lines(path, found)
     return DataConfig(train=str(path), evaluation=str(path), max_length=64)
 
 
@@ -328,9 +327,9 @@ def test_dpo_takes_log_probabilities_from_the_decoder(tmp_path):
     data, policy = preferences(tmp_path / "rows.jsonl"), start("bart", tmp_path / "start")
     training = TrainingConfig(batch_size=32, max_steps=1, micro_batch_tokens=100)
     dpo.run(DPOConfig(policy=policy, data=data, output=str(tmp_path / "run"), training=training))
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = read_lines(tmp_path / "run" / "metrics.jsonl")
     theirs, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(policy).eval(), load_tokenizer(policy)
-    given = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    given = read_lines(tmp_path / "rows.jsonl")
     for side in ("chosen", "rejected"):
         labels = tokenizer(text_target=[row[side] for row in given], return_tensors="pt")["input_ids"]
         sources = tokenizer([row["prompt"] for row in given], return_tensors="pt")
@@ -370,12 +369,12 @@ def test_a_reference_of_another_architecture_is_refused(tmp_path, checkpoints):
 
 
 @pytest.mark.parametrize(("family", "loss"), [("bart", "bradley_terry"), ("t5", "ranking")])
-def test_a_reward_model_reads_the_pair_and_scores_it_at_the_decoders_end_token(family, loss, tmp_path):
+def test_a_reward_model_scores_at_the_decoders_end_token(family, loss, tmp_path):
     """It is a directory of transformers' classifier with one class, which gives the same scores."""
     from transformers import AutoModelForSequenceClassification
 
     data = preferences(tmp_path / "rows.jsonl")
-    found = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    found = read_lines(tmp_path / "rows.jsonl")
     if loss == "ranking":
         ranked = [
             {
@@ -385,7 +384,7 @@ def test_a_reward_model_reads_the_pair_and_scores_it_at_the_decoders_end_token(f
             }
             for row in found
         ]
-        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ranked))
+        write_lines(tmp_path / "rows.jsonl", ranked)
     training, optim = TrainingConfig(batch_size=32, max_steps=12), OptimConfig(learning_rate=3e-3)
     settings = {"data": data, "output": str(tmp_path / "run"), "training": training, "optim": optim, "loss": loss}
     directory = reward.run(reward.RewardConfig(policy=start(family, tmp_path / "start"), **settings))

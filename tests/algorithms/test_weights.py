@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from alignment import load_model
 from alignment.adapters import LoRASpec, PrefixSpec
 from alignment.algorithms.dpo import DPOConfig
 from alignment.algorithms.finetune import finetune
@@ -21,7 +22,7 @@ from alignment.commands.generate import generate_responses
 from alignment.data.config import DataConfig
 from alignment.data.tokenizers.tokenizer import save_tokenizer
 from alignment.errors import UserError
-from alignment.loading import Checkpoint, load_frozen_model, load_model
+from alignment.loading import Checkpoint, load_frozen_model
 from alignment.models.build import build_model
 from alignment.models.huggingface.checkpoint import load_language_model, load_pretrained, save_model
 from alignment.models.quantization import quantization_of
@@ -184,7 +185,7 @@ def test_quantize_without_an_adapter_to_merge_is_refused(qwen, tmp_path):
         export_model(qwen, None, str(tmp_path / "out"), quantize="nf4")
 
 
-def test_a_model_that_is_only_used_has_its_checkpoints_type_or_the_one_asked_for(low, tmp_path, monkeypatch):
+def test_a_model_in_use_has_its_checkpoints_type_or_the_one_asked_for(low, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
     settings = ["max_new_tokens=4", "temperature=0"]
     rows = [generate_responses(low, None, ["Hello"], settings, weights=WeightsConfig(dtype=name)) for name in TYPES]
@@ -232,7 +233,7 @@ def make_finetune(low, tokenizer, tmp_path):
         ("llama", "pair_classification", {}),  # new rows in the embedding
     ],
 )
-def test_fine_tuning_with_bfloat16_weights_has_the_numbers_of_float32_weights(
+def test_fine_tuning_in_bfloat16_has_the_numbers_of_float32(
     family, task, changes, make_finetune, read_metrics, tmp_path
 ):
     for name in ("auto", "float32"):
@@ -295,6 +296,6 @@ def test_frozen_types_without_frozen_weights_are_refused(Config, weights, messag
     Config(policy="p", data=DataConfig(train="d"), output="o", weights=WeightsConfig(dtype="float32"))
 
 
-def test_a_reference_may_have_a_type_of_its_own_where_every_weight_of_the_policy_trains():
+def test_a_reference_may_have_its_own_type():
     config = DPOConfig(policy="p", data=DataConfig(train="d"), output="o", weights=WeightsConfig(dtype="bfloat16"))
     assert config.adapter is None and config.weights.dtype == "bfloat16"

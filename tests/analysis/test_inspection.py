@@ -13,13 +13,12 @@ import pytest
 import torch
 from PIL import Image
 
-from alignment import cli
+from alignment import cli, load_model, load_tokenizer
 from alignment.adapters import LoRASpec, attach, save_adapter
 from alignment.analysis import attention_maps, encoder_decoder_attention_maps, write_attention
 from alignment.analysis.inspection import encoded, load_any, pixels, shown
 from alignment.data.tokenizers.tokenizer import save_tokenizer
 from alignment.errors import UserError
-from alignment.loading import load_model, load_tokenizer
 from alignment.models.build import build_model
 from alignment.models.huggingface.checkpoint import save_model
 

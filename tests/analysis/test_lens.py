@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from alignment import cli
+from alignment import cli, load_model, load_tokenizer
 from alignment.adapters import PrefixSpec, PromptSpec, attach
 from alignment.analysis import logit_lens
 from alignment.analysis.lens import lens_logits
 from alignment.errors import UserError
-from alignment.loading import load_model, load_tokenizer
 from alignment.models.build import build_model
 from alignment.models.external.load import load_external
 from alignment.models.huggingface.checkpoint import load_pretrained

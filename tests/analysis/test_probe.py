@@ -9,19 +9,19 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from alignment import cli
+from alignment import cli, load_model
 from alignment.adapters import PromptSpec, attach
-from alignment.analysis.lens import layer_states
+from alignment.analysis import layer_states
 from alignment.analysis.probe import ProbeRows, control_classes, probe_layers, probe_outcomes, read_probe_rows
 from alignment.data.rows.records import Tally
 from alignment.data.tasks import LabeledExamples, LabeledRow, TaskExample
 from alignment.data.text.special_tokens import EncodedText
 from alignment.errors import UserError
-from alignment.loading import load_model
 from alignment.models.build import build_model
 from alignment.models.external.load import load_external
 from alignment.models.huggingface.checkpoint import load_pretrained
 from alignment.ragged import Ragged
+from tests.conftest import write_lines
 
 SCRIPTS = Path(__file__).resolve().parent.parent.parent / "scripts"
 sys.path.insert(0, str(SCRIPTS))
@@ -123,7 +123,7 @@ def examples_of(documents: list[list[int]], labels: list[int]) -> LabeledExample
 
 
 @pytest.mark.parametrize(("family", "pooling"), [("llama", "last"), ("bert", "mean")])
-def test_a_planted_feature_is_found_where_it_is_and_after_and_a_shuffled_label_nowhere(family, pooling):
+def test_a_planted_feature_is_found_where_it_is_and_after(family, pooling):
     """The label is the parity of a document's ids, which no layer knows; one block's output says it in one direction."""
     torch.manual_seed(0)
     shape = {"hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
@@ -196,14 +196,9 @@ def test_control_classes_are_of_the_word_alone_and_have_the_shares():
 # The command
 
 
-def write(path: Path, rows: list[dict]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 def test_the_command_writes_a_page_and_results(checkpoints, tmp_path, capsys):
     words = ("spa", "pool", "bar")
-    data = write(
+    data = write_lines(
         tmp_path / "rows.jsonl", [{"q": f"guest {i}: <i> the {words[i % 3]}", "label": words[i % 3]} for i in range(90)]
     )
     page = tmp_path / "page.html"
@@ -226,8 +221,8 @@ def test_the_command_writes_a_page_and_results(checkpoints, tmp_path, capsys):
 def test_words_with_labels_are_probed_one_by_one(checkpoints, tmp_path):
     rows = [{"words": ["see", f"the{i % 7}", "hotel"], "labels": ["V", "D", "N"]} for i in range(60)]
     data, held_out = (
-        write(tmp_path / "a.jsonl", rows[:40]),
-        write(tmp_path / "b.jsonl", [{**rows[0], "words": ["go", "a", "hotel"]}] * 2),
+        write_lines(tmp_path / "a.jsonl", rows[:40]),
+        write_lines(tmp_path / "b.jsonl", [{**rows[0], "words": ["go", "a", "hotel"]}] * 2),
     )
     page = tmp_path / "page.html"
     assert (
@@ -255,7 +250,7 @@ def test_words_with_labels_are_probed_one_by_one(checkpoints, tmp_path):
 def test_mistakes_are_told_before_a_model_is_loaded(checkpoints, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("alignment.analysis.probe.load_any", lambda _: pytest.fail("a model was loaded"))
     good = [{"text": f"text {i}", "label": i % 2} for i in range(20)]
-    data, same = write(tmp_path / "a.jsonl", good), write(tmp_path / "b.jsonl", good[:1])
+    data, same = write_lines(tmp_path / "a.jsonl", good), write_lines(tmp_path / "b.jsonl", good[:1])
     start = ["inspect", "probe", checkpoints["gpt2"], "--data", data]
     for more, message in (
         (["--words", "--pooling", "last"], "--pooling is for texts"),

@@ -8,9 +8,9 @@ import torch
 from captum.attr import InputXGradient, IntegratedGradients
 from torch.testing import assert_close
 
-from alignment import cli
+from alignment import cli, load_model, load_reward_model, load_tokenizer
 from alignment.adapters import PromptSpec, attach
-from alignment.analysis.attribution import gradient_times_input, integrated_gradients
+from alignment.analysis import gradient_times_input, integrated_gradients
 from alignment.analysis.saliency import (
     explain_answer,
     explained_class,
@@ -25,13 +25,11 @@ from alignment.data.text.templates import with_chat_template
 from alignment.data.tokenizers.tokenizer import save_tokenizer
 from alignment.data.tokenizers.train import train_wordpiece
 from alignment.errors import UserError
-from alignment.loading import load_model, load_tokenizer
 from alignment.models.build import build_model
 from alignment.models.external.load import load_external
 from alignment.models.huggingface.checkpoint import save_model
-from alignment.reward_model import load_reward_model
 from tests.analysis.test_inspection import Page, tiny
-from tests.conftest import roughen
+from tests.conftest import roughen, write_lines
 
 TEXT, TARGET = "We loved the pool and the spa", " of this hotel"
 
@@ -65,7 +63,7 @@ def test_a_product_is_shared_and_a_cube_is_exact():
     assert gradient_times_input(lambda v: v[:, 0, 0] * v[:, 1, 0], torch.tensor([[2.0], [3.0]])).tolist() == [6, 6]
 
 
-def test_steep_places_get_points_until_the_sum_is_right_and_a_limit_is_told():
+def test_steep_places_get_points_until_the_sum_is_right():
     """A step of width 1/1000 at 0.3 of the way: 32 points miss it."""
 
     def value(vectors):
@@ -269,7 +267,7 @@ def test_changes_are_those_of_the_text_without_the_part(checkpoints):
 def test_the_command_writes_a_page_and_numbers(checkpoints, tmp_path, capsys):
     path, rows = tmp_path / "page.html", tmp_path / "prompts.jsonl"
     texts = ["<b>Hello</b> there. Who?", "The bar"]
-    rows.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    write_lines(rows, ({"prompt": text} for text in texts))
     given = ["--prompts", str(rows), "--target", " yes", "--drop", "sentence", "--output", str(path)]
     assert cli.main(["inspect", "saliency", checkpoints["llama"], *given]) == 0
     assert capsys.readouterr().out == f"{path}\n"

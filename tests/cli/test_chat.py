@@ -60,7 +60,7 @@ def test_replies_go_on_from_the_dialogue_and_new_begins_another(directory, say, 
     assert HELP in err
 
 
-def test_a_model_without_a_template_and_settings_out_of_range_are_the_users_errors(directory, capsys):
+def test_a_missing_template_and_bad_settings_are_the_users_errors(directory, capsys):
     assert chat(directory) == 2
     assert "--chat-template" in capsys.readouterr().err
     assert chat(directory, "--top-p", "1.5") == 2

@@ -17,6 +17,7 @@ from alignment.errors import UserError
 from alignment.pipeline import run as pipeline
 from alignment.pipeline import stages
 from alignment.training import TrainingConfig
+from tests.conftest import read_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -100,7 +101,7 @@ def test_a_traceback_comes_only_with_debug(stage, capsys, raised):
     assert "--debug" not in shown
 
 
-def test_a_rank_tells_a_mistake_with_its_number_unless_another_rank_told_the_same(capsys, monkeypatch):
+def test_a_rank_reports_a_mistake_once_with_its_number(capsys, monkeypatch):
     from alignment.training import distributed as ranks
 
     monkeypatch.setenv("RANK", "1")
@@ -326,7 +327,7 @@ def test_generate_writes_one_row_per_prompt(responder, capsys, tmp_path):
         "early_stopping": False, "adapters": None,
     }  # fmt: skip
     assert cli.main([*arguments, "--output", str(tmp_path / "rows.jsonl")]) == 0
-    assert [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()] == rows
+    assert read_lines(tmp_path / "rows.jsonl") == rows
     assert cli.main(["generate", "--model", "m", "--prompts", str(tmp_path / "rows.jsonl")]) == 0
     assert responder[-1][2] == ["a", "b"]
 

@@ -85,7 +85,7 @@ def test_a_dry_run_of_a_finished_run_says_so_and_leaves_it(stage, capsys):
     assert {path: path.stat().st_mtime_ns for path in done.rglob("*")} == before
 
 
-def test_a_dry_run_ends_before_the_model_is_loaded_where_the_plan_does_not_fit(models, capsys, monkeypatch):
+def test_a_dry_run_ends_early_where_the_plan_does_not_fit(models, capsys, monkeypatch):
     monkeypatch.setattr("alignment.planning.layout.total_memory", lambda: 1000)
     monkeypatch.setattr("alignment.algorithms.sft.load_policy", None)
     assert cli.main(["sft", "sft/tiny", f"policy={models['policy']}", "output=out", "--dry-run"]) == 2

@@ -9,12 +9,8 @@ from alignment import generate, load_model, load_tokenizer
 from alignment.adapters import LoRASpec, PrefixSpec, attach, save_adapter
 from alignment.cli import main
 from tests.adapters.tiny_models import disturb
-
-CHAT = (
-    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}"
-    "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant: {% endif %}"
-)
+from tests.cli.test_chat import CHAT
+from tests.conftest import write_lines
 
 
 @pytest.fixture
@@ -76,7 +72,7 @@ def test_messages_cannot_be_read_raw(model, tmp_path, capsys):
     assert "prompt 0: is a list of messages, which only a chat template can read" in capsys.readouterr().err
 
 
-def test_without_a_template_prompts_are_read_as_they_stand_and_that_is_said(model, answers):
+def test_without_a_template_prompts_are_read_as_they_are(model, answers):
     tokens, said = answers("--prompt", "Where is the spa?")
     assert tokens == directly(model, "Where is the spa?")
     assert said.startswith("prompts are read as they are: the model has no chat template; ")
@@ -91,9 +87,7 @@ def test_without_a_template_prompts_are_read_as_they_stand_and_that_is_said(mode
         (["same", 5, 4], "; generation_config.json also names {4} (4), {5} (5), which does not end a response here"),
     ],
 )
-def test_the_tokens_that_end_a_response_are_named_and_those_that_the_checkpoint_names_beside_them(
-    model, answers, tokenizer, stored, unused
-):
+def test_tokens_that_end_a_response_are_named(model, answers, tokenizer, stored, unused):
     end = tokenizer.eos_token_id
     ids = end if stored == "same" else stored and [end if token == "same" else token for token in stored]
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
@@ -123,7 +117,7 @@ def test_the_column_adapter_names_the_adapter_of_each_row(model, tmp_path, capsy
         save_adapter(disturb(attach(load_model(str(model)), spec), seed=number), tmp_path / name, base=str(model))
         options += ["--adapters", f"{name}={tmp_path / name}"]
     rows, file = [("prefix", "Hi"), (None, "Hi"), ("lora", "Where is"), ("prefix", "Where")], tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps({"prompt": text, "adapter": name}) + "\n" for name, text in rows))
+    write_lines(file, ({"prompt": text, "adapter": name} for name, text in rows))
     command = ["generate", "--model", str(model), "--prompts", str(file), "max_new_tokens=8", "temperature=0"]
     assert main([*command, *options]) == 0
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]

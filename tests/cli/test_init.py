@@ -10,16 +10,16 @@ import torch
 import yaml
 from typer.testing import CliRunner
 
-from alignment import cli
+from alignment import cli, load_tokenizer
 from alignment.commands.init import fitting_values, kind_of
 from alignment.config.load import load_config
 from alignment.data.config import DataConfig
 from alignment.data.prepare import prepare
 from alignment.errors import UserError
 from alignment.judging.inputs import read_records
-from alignment.loading import load_tokenizer
 from alignment.pipeline.stages import find_stage
 from alignment.planning.layout import Device
+from tests.conftest import write_lines
 
 
 @pytest.fixture(autouse=True)
@@ -58,10 +58,10 @@ def test_the_written_configs_run_one_after_another(checkpoints, world, capsys):
 
 def test_the_win_rate_is_on_prompts_that_no_stage_trains_on(checkpoints, capsys):
     demonstrations = [{"prompt": f"Where is room {number}?", "completion": " There."} for number in range(400)]
-    Path("sft.jsonl").write_text("".join(json.dumps(row) + "\n" for row in demonstrations))
+    write_lines(Path("sft.jsonl"), demonstrations)
     pairs = [{"prompt": row["prompt"], "chosen": "a", "rejected": "b"} for row in demonstrations[::-1]]
     pairs[0]["chosen"] = "long " * 60  # one row of 400 does not set the length of all
-    Path("pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
+    write_lines(Path("pairs.jsonl"), pairs)
     assert init(checkpoints["llama"], "sft.jsonl", "pairs.jsonl") == 0
     share = read("sft")["data"]["evaluation_share"]
     assert all(read(stage)["data"]["evaluation_share"] == share for stage in ("dpo", "winrate"))

@@ -97,7 +97,7 @@ def test_a_number_that_no_run_can_have_is_one_line(refusal, verb, setting, key):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_value_optimizer_that_cannot_run_is_refused_before_any_model_is_looked_for(refusal):
+def test_a_value_optimizer_that_cannot_run_is_refused_early(refusal):
     line = refusal("ppo", "value_optim={learning_rate: 1e-6, name: paged_adamw_8bit}")
     assert line.startswith("error: optim.name paged_adamw_8bit ")
 
@@ -116,7 +116,7 @@ def test_a_mistyped_section_is_blamed_on_the_override_that_makes_it(refusal):
     )  # fmt: skip
 
 
-def test_what_a_section_says_of_an_overridden_key_is_blamed_on_the_override(refusal):
+def test_a_complaint_about_an_overridden_key_blames_the_override(refusal):
     assert refusal("winrate", "baseline=b").startswith("error: override: baseline: 'b' is not among the models")
 
 
@@ -146,7 +146,7 @@ def test_what_a_section_says_of_an_overridden_key_is_blamed_on_the_override(refu
         ("ppo", "use_vllm=true", "servers.urls"),
     ],
 )
-def test_keys_of_other_programs_and_sections_are_told_what_they_are_called_here(refusal, verb, setting, advice):
+def test_keys_of_other_programs_get_their_names_here(refusal, verb, setting, advice):
     said = f"error: override: {setting.partition('=')[0]}: unknown key; here it is called {advice}"
     assert refusal(verb, setting).splitlines()[0] == said
 

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from alignment import cli
+from tests.conftest import write_lines
 
 
 @pytest.fixture
@@ -19,7 +20,7 @@ def folder(tmp_path):
         run.mkdir(parents=True)
         (run / "lineage.json").write_text(json.dumps({"stage": stage, "parents": {}, **lineage}))
         (run / "config.yaml").write_text(yaml.safe_dump({"output": str(run), **settings}))
-        (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_lines(run / "metrics.jsonl", rows)
         os.utime(run / "config.yaml", (1_000_000, 1_000_000))
         os.utime(run / "metrics.jsonl", (1_000_090, 1_000_090))
 
@@ -88,7 +89,7 @@ def test_damaged_runs_are_named_behind_the_table_of_the_others(folder, capsys):
 
 def test_a_diverged_run_shows_its_last_values(folder, capsys):
     lines = [{"step": step, "loss": 1.0 if step < 7 else None, "kl": 0.1} for step in range(1, 31)]
-    (folder / "mine/sft/metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(folder / "mine/sft/metrics.jsonl", lines)
     assert cli.main(["runs", str(folder), "--json"]) == 0
     (run,) = (run for run in json.loads(capsys.readouterr().out)["runs"] if run["name"] == "mine/sft")
     assert run["metrics"] == {"loss": None, "kl": 0.1}

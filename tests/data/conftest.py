@@ -57,6 +57,12 @@ def bpe():
     return train_bpe(CORPUS, 400)
 
 
+@pytest.fixture(scope="session")
+def bytes_only():
+    """A tokenizer without merges: one token per ASCII character."""
+    return train_bpe(["~"], 259)
+
+
 @pytest.fixture
 def chatml():
     """The same with turn markers and the stock ChatML template."""

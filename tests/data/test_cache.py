@@ -1,6 +1,5 @@
 """Prepared rows are kept under a key of all that they depend on, whole or not at all, and made by one process."""
 
-import json
 import os
 import signal
 import time
@@ -22,6 +21,7 @@ from alignment.data.table import JoinedTables, Table, TableWriter
 from alignment.data.tokenize import tokenize_demonstrations
 from alignment.data.tokenizers.train import train_bpe
 from alignment.errors import UserError
+from tests.conftest import write_lines
 
 ROWS = [{"prompt": f"p {n} the cat", "completion": f"c {n} sat on the mat"} for n in range(40)]
 
@@ -90,9 +90,9 @@ def test_h09_one_character_of_the_template_prepares_anew(cache, jsonl, chatml, t
     assert table_of(DataConfig(rows), chatml).key == before.key
 
 
-def test_h09_one_byte_of_the_file_prepares_anew_even_where_its_times_are_set_back(cache, tmp_path, bpe):
+def test_h09_one_changed_byte_prepares_anew_whatever_its_times(cache, tmp_path, bpe):
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    write_lines(path, ROWS)
     stat = path.stat()
     before = table_of(DataConfig(str(path)), bpe)
     path.write_text(path.read_text().replace("p 3 ", "p 9 "))

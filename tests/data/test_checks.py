@@ -40,7 +40,7 @@ def test_chunks_joined_say_what_all_rows_together_say(bpe, size):
     assert {"copies", "mojibake", "replacement characters", "control strings"} <= set(found(whole))
 
 
-def test_rows_that_were_cut_are_told_from_unstopped_ones_where_one_in_eight_is_looked_at(bpe):
+def test_cut_rows_are_no_unstopped_ones_where_one_in_eight_is_read(bpe):
     rows = [Demonstration("the", " cat" * (3 if index % 2 else 40), f"r{index}") for index in range(800)]
     made = Checks("demonstrations", bpe, 16, weight=8)
     made.add(rows, tokenize_demonstrations(rows, bpe, 16)[0])

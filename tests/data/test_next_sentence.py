@@ -140,7 +140,7 @@ def test_words_of_a_pair_begin_where_its_own_tokens_do():
         assert starts == [own and not within for own, within in zip(example.mask, inner, strict=True)]
 
 
-def test_a_replacement_begins_at_any_sentence_and_is_as_close_to_the_length_as_whole_sentences_allow():
+def test_a_replacement_is_as_long_as_whole_sentences_allow():
     def passage(document):
         return passage_of([[(10 * document + n, True)] * 3 for n in range(4)], document, str(document))
 

@@ -93,7 +93,7 @@ def test_tallies_of_two_steps_are_those_of_both():
     assert beside.dropped == {"bad": 3} and beside.cut == {"long": 2}
 
 
-def test_text_prompts_beside_a_chat_template_are_counted_and_enter_it_where_that_is_asked(jsonl, chatml):
+def test_text_prompts_beside_a_chat_template_are_counted(jsonl, chatml):
     path = jsonl({"prompt": "the cat", "completion": " sat"}, {"prompt": "the mat", "completion": " sat"})
     plain, counts = prepare(DataConfig(path), "demonstrations", chatml)
     assert counts.noted == {PLAIN_PROMPT: 2}

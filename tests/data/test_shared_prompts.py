@@ -58,7 +58,7 @@ def test_a_pair_by_hand():
     assert batch.weight == 6.0 and batch.sizes.tolist() == [5, 4, 2, 3]
 
 
-def test_every_document_can_be_read_off_whole_with_its_positions_and_targets():
+def test_every_document_can_be_read_off_whole():
     chance = random.Random(1)
     examples, groups = [], []
     for _ in range(12):
@@ -77,7 +77,7 @@ def test_every_document_can_be_read_off_whole_with_its_positions_and_targets():
     assert torch.equal(shared.target_rows, plain.target_rows) and torch.equal(shared.sizes, plain.sizes)
 
 
-def test_virtual_tokens_stand_once_before_a_prompt_and_before_documents_without_one():
+def test_virtual_tokens_stand_once_before_a_shared_prompt():
     batch = build(responses([1, 2], [3], [4, 5]) + responses([], [6, 7]), [(0, 1)])
     longer, own, virtual = with_virtual_tokens(batch, 3)
     assert longer.tokens.tolist() == [0, 0, 0, 1, 2, 3, 4, 5, 0, 0, 0, 6, 7]
@@ -107,7 +107,7 @@ def pair(prompt, chosen, rejected, name="pair"):
     return pair_example(*responses(prompt, chosen, rejected), None, name)
 
 
-def test_pairs_lie_chosen_first_and_a_shared_prompt_counts_once_towards_the_limit():
+def test_pairs_lie_chosen_first_and_count_a_shared_prompt_once():
     pairs = [pair([1] * 6, [2, 3], [4, 5]), pair([7] * 6, [8, 9], [6, 5])]
     assert [len(batch.lengths) for batch in collate_pairs(pairs, 20)] == [2, 2]
     [batch] = collate_pairs(pairs, 20, share_prompts=True)

@@ -29,7 +29,7 @@ def test_h38_resumed_stream_deals_the_same_rows(stop):
     assert resumed == whole[3 * stop :]
 
 
-def test_batches_run_across_the_end_of_an_epoch_and_only_the_last_is_smaller():
+def test_batches_cross_epochs_and_only_the_last_is_smaller():
     stream = Stream(ROWS, 4, seed=0, epochs=1.5)
     assert [len(stream.rows_at(step)) for step in range(4)] == [4, 4, 4, 3]
     assert len(Stream(ROWS, 4, seed=0).rows_at(3)) == 4

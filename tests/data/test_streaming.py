@@ -22,7 +22,7 @@ from alignment.data.prepare import preparation_of, prepare
 from alignment.data.rows.files import open_sources
 from alignment.data.streaming import ALONE, Ranks, Share, StreamedOrder, open_stream
 from alignment.errors import UserError
-from alignment.training.terms import shard_rows
+from alignment.training import shard_rows
 from tests.distributed.processes import is_running, run_ranks
 
 
@@ -77,7 +77,7 @@ def test_rows_are_those_of_the_same_file_read_as_a_whole(bpe, folder):
     assert sorted(stream.rows_at(0), key=lambda row: row.row_id) == sorted(whole, key=lambda row: row.row_id)
 
 
-def test_order_is_shuffled_within_windows_and_files_in_an_order_of_the_epoch(bpe, folder):
+def test_order_is_shuffled_in_windows_and_files_by_epoch(bpe, folder):
     stream = streamed(bpe, folder, batch_size=37)
     epochs = [names(stream, [step]) for step in range(6)]
     assert len({tuple(epoch) for epoch in epochs}) == 6
@@ -404,7 +404,7 @@ def test_a_hub_data_set_is_streamed_and_gone_on_with(bpe, tmp_path, monkeypatch)
         assert resumed.rows_at(step) == rows[step]
 
 
-def test_sources_are_drawn_by_their_weights_each_row_once_an_epoch_of_its_source(bpe, tmp_path):
+def test_sources_are_drawn_by_weight_each_row_once_an_epoch(bpe, tmp_path):
     a, b = (write_rows(tmp_path / f"{name}.jsonl", count, name) for name, count in (("a", 30), ("b", 12)))
     stream = streamed(bpe, [SourceConfig(a, weight=3.0), SourceConfig(b, weight=1.0)], mixing="weights", batch_size=50)
     drawn = [

@@ -6,10 +6,12 @@ from itertools import pairwise
 
 import pytest
 
+from alignment.data.batches import collate_pairs
 from alignment.data.checks import Checks
 from alignment.data.config import DataConfig
 from alignment.data.prepare import prepare
-from alignment.data.rows.records import Comparison, Demonstration, Prompt, Text, choose_turns
+from alignment.data.rows.read import read_rows
+from alignment.data.rows.records import Comparison, Demonstration, LabeledResponse, Prompt, Ranking, Text, choose_turns
 from alignment.data.text import chat
 from alignment.data.text.templates import with_chat_template
 from alignment.data.tokenize import (
@@ -20,26 +22,20 @@ from alignment.data.tokenize import (
     TEXT_CUT,
     tokenize_comparisons,
     tokenize_demonstrations,
+    tokenize_labels,
     tokenize_prompts,
+    tokenize_rankings,
     tokenize_texts,
     truncate,
 )
-from alignment.data.tokenizers.train import train_bpe
 from alignment.errors import UserError
+from tests.conftest import write_lines
 from tests.examples import sides
-
-LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def letters(count):
     """So many tokens: characters outside ASCII letters never merged in training."""
     return "".join(chr(0x21 + index % 15) for index in range(count))
-
-
-@pytest.fixture(scope="module")
-def bytes_only():
-    """A tokenizer without merges: one token per ASCII character."""
-    return train_bpe(["x"], 259)
 
 
 def test_h06_long_response_is_cut_at_its_end_and_counted(bytes_only):
@@ -197,7 +193,7 @@ def test_h06_too_many_cut_rows_are_refused(bytes_only, jsonl, kind, row, told):
     assert len(kept) == 5 and counts.cut[told] == 3
 
 
-def test_a_later_piece_begins_with_the_bos_or_with_the_last_token_of_the_piece_before(bytes_only, metaspace):
+def test_a_later_piece_begins_with_the_bos_or_the_last_token(bytes_only, metaspace):
     for tokenizer, text in ((bytes_only, letters(20)), (metaspace, "the cat sat on the mat " * 4)):
         whole = chat.texts_ids(tokenizer, [text])[0]
         first, *later = (example.ids for example in tokenize_texts([Text(text, "r1")], tokenizer, 8)[0])
@@ -215,3 +211,55 @@ def test_losing_more_than_the_share_is_refused_with_the_reasons(jsonl, bytes_onl
         prepare(DataConfig(path, on_bad_row="skip"), "text", bytes_only)
     for part in ("3 of 5 rows were dropped", "dropped 1: text: is empty", f"({path}:2)", "data.max_lost_share"):
         assert part in str(caught.value)
+
+
+PROMPT = "abcdefgh" * 5  # 40 tokens
+
+
+def write(path, *rows):
+    write_lines(path, rows)
+    return str(path)
+
+
+def test_h06_a_long_prompt_gives_way_and_the_whole_response_is_kept(bytes_only):
+    """Length 16, prompt 40, completion 5: 5 tokens and the end count, 10 of the prompt are left."""
+    [example], counts = tokenize_demonstrations([Demonstration(PROMPT, "hello", "r")], bytes_only, 16)
+    assert (len(example.ids), sum(example.mask)) == (16, 6)
+    assert bytes_only.decode(example.ids[-6:]) == "hello</s>"
+    assert counts.cut == {PROMPT_CUT: 1} and counts.first == {PROMPT_CUT: ["r"]}
+    [labeled], _ = tokenize_labels([LabeledResponse(PROMPT, "hello", True, "r")], bytes_only, 16)
+    assert sides(labeled)[0] == example
+    [ranked], _ = tokenize_rankings([Ranking(PROMPT, ("hello", "jello"), (0, 1), "r")], bytes_only, 16)
+    assert sides(ranked)[0] == example
+
+
+SAME = "abcdefgh" * 5  # 40 tokens that are equal
+
+
+def test_h07_a_pair_that_is_cut_to_the_same_tokens_is_dropped_and_counted(bytes_only):
+    row = Comparison("p", SAME + "x", SAME + "y", None, "r")
+    pairs, counts = tokenize_comparisons([row], bytes_only, 24)
+    assert (len(pairs), counts.kept, counts.dropped, counts.first) == (0, 0, {EQUAL: 1}, {EQUAL: ["r"]})
+    pairs, counts = tokenize_comparisons([row], bytes_only, 64)  # where they fit, they differ
+    assert (len(pairs), counts.dropped) == (1, {})
+
+
+@pytest.mark.parametrize(("equal", "level"), [(1, "note"), (3, "warning")])
+def test_h07_more_than_one_percent_of_equal_pairs_is_a_warning(bytes_only, equal, level):
+    rows = [Comparison("p", SAME + "x", SAME + "y", None, f"e{index}") for index in range(equal)]
+    rows += [Comparison("p", f"a{index}", f"b{index}", None, f"r{index}") for index in range(200 - equal)]
+    pairs, counts = tokenize_comparisons(rows, bytes_only, 24)
+    assert len(pairs) == 200 - equal
+    checks = Checks("comparisons", bytes_only, 24)
+    checks.add(rows, pairs)
+    [finding] = [each for each in checks.findings(counts, max_cut_share=0.5, max_length=24) if each.name == EQUAL]
+    assert finding.level == level
+
+
+def test_h26_every_pair_has_its_own_row_id_so_that_none_counts_twice(bytes_only, tmp_path):
+    """Metrics of several ranks drop padding by row id: copies and the pairs of one ranking must differ in theirs."""
+    row = {"prompt": "p", "responses": ["a", "b", "c"], "ranking": [0, 1, 2]}
+    records, _ = read_rows(write(tmp_path / "rows.jsonl", row, row), "comparisons")
+    pairs, _ = tokenize_comparisons(records, bytes_only, 24)
+    assert len({pair.row_id for pair in pairs}) == len(pairs) == 6
+    assert sum(batch.weight for batch in collate_pairs(pairs, 64)) == 6

@@ -20,14 +20,7 @@ from alignment.data.tokenize import (
     tokenize_rankings,
     tokenize_steps,
 )
-from alignment.data.tokenizers.train import train_bpe
 from tests.examples import sides
-
-
-@pytest.fixture(scope="module")
-def bytes_only():
-    """A tokenizer without merges: one token per ASCII character."""
-    return train_bpe(["x"], 259)
 
 
 @pytest.mark.parametrize("max_length", [8, 64])

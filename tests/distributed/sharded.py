@@ -20,8 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from alignment.adapters.attach import attach
-from alignment.adapters.specs import LoRASpec
+from alignment.adapters import LoRASpec, attach
 from alignment.data.batches import collate
 from alignment.models.frozen_weights import store_frozen, train_in_float32
 from alignment.models.huggingface.checkpoint import load_language_model, load_scalar_model

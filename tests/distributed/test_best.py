@@ -38,7 +38,7 @@ def test_two_processes_end_early_with_the_average_of_one_and_resume(tmp_path, en
 
 
 @pytest.mark.distributed
-def test_two_processes_save_by_the_clock_of_one_and_both_know_that_a_run_is_finished(tmp_path):
+def test_two_processes_save_by_one_clock_and_know_a_finished_run(tmp_path):
     run_ranks(2, "tests.distributed.best", str(tmp_path), "clock")
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000020"]
     assert [(tmp_path / f"rank-{rank}").read_text() for rank in range(2)] == ["[False, True]"] * 2

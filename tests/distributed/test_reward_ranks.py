@@ -6,6 +6,7 @@ import random
 import pytest
 from safetensors.torch import load_file
 
+from tests.conftest import read_lines, write_lines
 from tests.distributed.processes import run_ranks
 
 pytestmark = pytest.mark.distributed_slow
@@ -24,7 +25,7 @@ def rankings(path):
                 "ranks": [0, *(rng.randint(1, 3) for _ in responses[1:])],
             }
         )
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(path, rows)
     return path
 
 
@@ -40,7 +41,7 @@ def test_rankings_on_two_processes_give_the_weights_of_one(tmp_path, checkpoints
             f"output={output}", *settings,
         )  # fmt: skip
         models.append(load_file(output / "model" / "model.safetensors"))
-        metrics.append([json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()])
+        metrics.append(read_lines(output / "metrics.jsonl"))
         assert json.loads((output / "model" / "canaries.json").read_text())["canaries"]
     assert models[0].keys() == models[1].keys()
     assert max(float((models[1][name] - one).norm() / one.norm()) for name, one in models[0].items()) <= 1e-5

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from alignment.algorithms.ppo.config import PPOConfig
+from alignment.algorithms.ppo import PPOConfig
 from alignment.algorithms.rollouts.config import ServersConfig
 from alignment.config.load import load_config
 from tests.distributed.processes import is_running
@@ -117,7 +117,7 @@ def overrides_of(arguments: list[str]) -> PPOConfig:
     return load_config(PPOConfig, "ppo/tiny", keys)
 
 
-def test_servers_of_one_machine_have_gpus_of_their_own_and_end_with_the_training(tmp_path):
+def test_servers_of_one_machine_have_their_own_gpus_and_end(tmp_path):
     environment = programs(tmp_path, vllm=VLLM, curl="[ $(wc -l < servers) = 2 ]", python=TRAIN, setsid='exec "$@"')
     environment |= {"SERVER_GPUS": "0,3", "TRAINER_GPUS": "1,2", "VLLM_OPTIONS": "--max-model-len 2048"}
     command = [str(LAUNCH / "servers.sh"), "my policy", "ppo", "ppo/tiny", "max_new_tokens=8"]

@@ -62,7 +62,7 @@ def train(count: int, model: str, output: Path, updates: int, **environment: str
     run_ranks(count, "tests.distributed.sharded", "train", model, str(output), str(updates), *KINDS, **settings)
 
 
-def test_a_checkpoint_of_four_goes_on_in_two_and_in_one_and_all_train_the_weights_of_one_process(tmp_path):
+def test_a_checkpoint_of_four_goes_on_in_two_and_in_one(tmp_path):
     """4 updates in one process, against 2 in four and 2 more in four (hybrid), in two (offloaded) and in one."""
     model = write("llama", tmp_path / "start")
     train(1, model, tmp_path / "one", 4)
@@ -91,7 +91,7 @@ def test_a_checkpoint_of_four_goes_on_in_two_and_in_one_and_all_train_the_weight
 
 @needs_deepspeed
 @pytest.mark.parametrize("stage", [2, 3])
-def test_a_checkpoint_of_zero_resumes_on_as_many_processes_and_on_no_others(tmp_path, stage):
+def test_a_checkpoint_of_zero_resumes_on_as_many_processes_alone(tmp_path, stage):
     run_ranks(1, "tests.distributed.worker", str(tmp_path / "one"), "plain")
     run_ranks(2, "tests.distributed.worker", str(tmp_path / "two"), "save", **ZERO[stage])
     files = [file.name for file in (tmp_path / "two" / "checkpoints" / "step-000002").rglob("*") if file.is_file()]

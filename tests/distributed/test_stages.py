@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from tests.conftest import read_lines
 from tests.distributed.processes import EVERY_KIND, ROOT, relative_error
 
 pytestmark = pytest.mark.distributed_slow
@@ -85,7 +86,7 @@ def run(output: Path, kind: str | None, *arguments: str) -> list[dict[str, Any]]
     command = [sys.executable, *launcher, *arguments, f"output={output}"]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return read_lines(output / "metrics.jsonl")
 
 
 def largest_error(one: Path, two: Path) -> float:
@@ -120,9 +121,7 @@ def test_sft_on_two_processes_gives_the_weights_of_one(tmp_path, command, kind):
 
 
 @pytest.mark.parametrize("kind", EVERY_KIND)
-def test_ppo_over_one_base_and_a_stacked_lora_gives_on_two_processes_what_it_gives_on_one(
-    tmp_path, command, stage, kind
-):
+def test_ppo_with_a_stacked_lora_is_the_same_on_two_processes(tmp_path, command, stage, kind):
     """Replicas share the base among the networks, FSDP2 and ZeRO shard each by itself; the start's LoRA stays frozen."""
     settings = command(
         "ppo ppo/tiny data.train=$prompts pretrain_coef=0 adapter.kind=lora adapter.rank=2 training.max_steps=2 "

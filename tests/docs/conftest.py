@@ -1,13 +1,12 @@
 """The files that the blocks of a page find in their folder."""
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.conftest import FAMILIES, roughen
+from tests.conftest import FAMILIES, roughen, write_lines
 
 FLOORS = {"spa": "two", "gym": "three", "pool": "four", "bar": "nine", "lounge": "five", "garden": "one"}
 QUESTIONS = ("Where is the {}?", "Which floor is the {} on?", "How do I get to the {}?", "Can you show me the {}?")
@@ -38,7 +37,7 @@ def starting_folder(tmp_path_factory) -> Path:
 
     folder = tmp_path_factory.mktemp("page")
     for name, lines in rows().items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+        write_lines(folder / f"{name}.jsonl", lines)
     tokens = ("<s>", "</s>", "<pad>", "<|im_start|>", "<|im_end|>")
     texts = [line["text"] for line in rows()["text"]]
     tokenizer = train_bpe(texts, 400, tokens, read_chat_template("chatml"))

@@ -107,7 +107,7 @@ def test_commands_that_exist_are_not_refused(folder, text):
     run_blocks([block("yaml", SFT), block("bash", text, "needs a card")], folder)
 
 
-def test_blocks_are_read_with_their_place_their_indent_and_the_reason_not_to_run_them(tmp_path, monkeypatch):
+def test_blocks_are_read_with_place_indent_and_reason_not_to_run(tmp_path, monkeypatch):
     monkeypatch.setattr("tests.docs.pages.ROOT", tmp_path)
     (tmp_path / "a.md").write_text("<!-- not run: a card -->\n```bash\nx\n```\n\n- a\n    ```yaml\n    b: 1\n    ```\n")
     assert read_blocks("a.md") == [Block("a.md", 2, "bash", "x\n", "a card"), Block("a.md", 7, "yaml", "b: 1\n", "")]

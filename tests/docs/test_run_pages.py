@@ -24,7 +24,7 @@ def sections(page: str) -> dict[str, str]:
 ERRORS = [heading.strip("`") for heading in sections("trouble.md") if heading.startswith("`")]
 
 
-def test_each_symptom_has_a_section_that_names_the_settings_that_the_doctor_does():
+def test_each_symptom_names_the_settings_that_the_doctor_does():
     found = sections("trouble.md")
     assert {heading for heading in found if not heading.startswith("`")} == ADVICE.keys()
     for name, advice in ADVICE.items():
@@ -87,7 +87,7 @@ def rows_of_keys() -> list[tuple[str, str]]:
     return found
 
 
-def test_every_key_that_an_error_message_translates_is_on_the_page_with_the_same_translation():
+def test_every_translated_key_is_on_the_page():
     shown: dict[str, str] = {}
     for key, ours in rows_of_keys():
         shown[key] = f"{shown.get(key, '')} {ours}"

@@ -75,7 +75,7 @@ class Loaded(HTMLParser):
         self.text += "" if self.inside else data
 
 
-def test_the_pages_load_nothing_from_the_network_and_every_picture_is_there_and_described(built):
+def test_pages_load_nothing_from_the_network_and_pictures_are_there(built):
     for page in built.rglob("*.html"):
         loaded = Loaded(page)
         assert [each for each in loaded.addresses if re.match(r"(https?:)?//", each)] == [], page
@@ -144,7 +144,7 @@ def test_a_page_in_the_repository_leads_from_a_formula_to_its_code(tmp_path):
     assert SOURCE.sub("", made).count("places") == 0 and "load_model`]" not in GENERATED.sub("", made)
 
 
-def test_a_quotation_is_the_code_without_docstring_decorators_included_with_its_place():
+def test_a_quotation_is_the_code_without_docstring_with_its_place():
     found = quote("alignment.losses.kl_estimates")
     lines = (ROOT / found.path).read_text(encoding="utf-8").splitlines()
     assert found.path == "alignment/losses/policy.py" and '"""' not in found.code

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from alignment import load_model, load_reward_model
 from alignment.algorithms.finetune import scoring
 from alignment.algorithms.finetune.finetune import FinetuneConfig
 from alignment.algorithms.finetune.finetune import run as finetune
@@ -20,16 +21,14 @@ from alignment.evaluation import behavior
 from alignment.evaluation.behavior import BehaviorConfig, failure_rates, label_predictions, label_responses, run
 from alignment.evaluation.behavior_cases import BehaviorCase, Prediction, fill_templates, judge_case, read_cases
 from alignment.generation import SamplingConfig
-from alignment.loading import load_model
-from alignment.reward_model import load_reward_model
 from alignment.training import OptimConfig, TrainingConfig
-from tests.conftest import DATA, write_lines
+from tests.conftest import DATA, lines_file
 
 TEMPLATES = packaged_folder("configs") / "evaluate" / "behavior"
 
 
 def write_rows(path: Path, *rows: dict[str, Any]) -> str:
-    return str(write_lines(path, rows))
+    return str(lines_file(path, rows))
 
 
 # The rules, worked out by hand. A classifier gives probabilities of negative, neutral and positive.
@@ -168,7 +167,7 @@ def test_planted_classifiers_have_the_failure_rates_worked_out_by_hand(name, mon
     assert "bad words" in page and "words" in capsys.readouterr().out
 
 
-def test_cases_that_say_nothing_are_in_no_rate_and_wilson_gives_the_interval():
+def test_cases_that_say_nothing_are_in_no_rate():
     results = [True] * 3 + [False] * 7 + [None] * 2
     cases = [BehaviorCase(test="t", type="MFT", label=1, examples=[str(i)]) for i in range(12)]
     judged = list(zip(cases, map(behavior.CaseResult, results), strict=True))
@@ -193,14 +192,14 @@ def test_cases_that_say_nothing_are_in_no_rate_and_wilson_gives_the_interval():
         ("sycophancy", [8 * 3 * 2, 4 * 3, 4 * 3]),
     ],
 )
-def test_packaged_templates_have_as_many_different_cases_as_their_lists_say(name, counts):
+def test_packaged_templates_have_the_cases_their_lists_say(name, counts):
     cases = read_cases([str(TEMPLATES / f"{name}.yaml")])
     tests = list(dict.fromkeys(case.test for case in cases))
     assert [sum(case.test == test for case in cases) for test in tests] == counts
     assert len({(case.test, *case.examples) for case in cases}) == len(cases)
 
 
-def test_templates_of_pairs_fill_both_texts_and_draw_the_same_cases_each_time():
+def test_templates_of_pairs_draw_the_same_cases_each_time():
     test = BehaviorCase(
         test="t", type="MFT", label="no", examples=[("{{ a.name }} saw {{ b }}.", "{{ b }} saw {{ a.name }}, {{ a.age }}.")],
         fill={"a": [{"name": "Ann", "age": 8}, {"name": "Bo", "age": 9}], "b": ["Bo", "Cy"]}, where="a.name != b",
@@ -227,7 +226,7 @@ def test_rows_take_the_rule_of_their_test(tmp_path):
     assert (third.change, third.tolerance) == ("rises", 0)  # its own key stands
 
 
-def test_a_bad_file_ends_in_one_message_with_all_places_before_a_model_is_loaded(tmp_path, monkeypatch):
+def test_a_bad_file_ends_in_one_message_before_a_model_is_loaded(tmp_path, monkeypatch):
     monkeypatch.setattr(behavior, "predict_texts", lambda *_: pytest.fail("a model was loaded"))
     rows = write_rows(
         tmp_path / "rows.jsonl",
@@ -341,7 +340,7 @@ def test_logits_that_are_not_finite_are_no_class(bert, tmp_path):
         behavior.classify(str(tmp_path), ["a good dog"])
 
 
-def test_labels_that_a_model_cannot_give_are_named_before_its_weights_are_read(bert, foreign, tmp_path, monkeypatch):
+def test_labels_that_a_model_cannot_give_are_named_early(bert, foreign, tmp_path, monkeypatch):
     monkeypatch.setattr(behavior, "predict_texts", lambda *_: pytest.fail("a model was loaded"))
     write_rows(tmp_path / "rows.jsonl", {"test": "mine", "type": "MFT", "label": "positive", "examples": ["good"]})
     classes = "contradiction, entailment, neutral"
@@ -389,7 +388,7 @@ def test_a_reward_model_gives_its_own_scores(foreign, tmp_path):
 
 
 @torch.no_grad()
-def test_a_policy_scores_texts_by_their_log_probability_and_labels_by_that_of_answers(checkpoints, tokenizer, tmp_path):
+def test_a_policy_scores_by_log_probability_and_labels_by_answers(checkpoints, tokenizer, tmp_path):
     source = checkpoints["llama"]
     model = load_model(source)
 
@@ -506,9 +505,7 @@ def published_rule(test: str, kind: str, label: int | None, p: list[list[float]]
 
 @pytest.mark.slow
 @pytest.mark.real_data
-def test_a_sentiment_model_runs_the_whole_released_suite_by_its_published_rules(
-    sentiment, tmp_path, data_folder, monkeypatch
-):
+def test_a_sentiment_model_runs_the_released_suite_by_its_rules(sentiment, tmp_path, data_folder, monkeypatch):
     model, accuracy = sentiment
     assert accuracy > 0.74
     suite, kept = str(data_folder / "checklist_sentiment/sentiment_suite.jsonl.gz"), {}
@@ -541,7 +538,7 @@ def test_a_sentiment_model_runs_the_whole_released_suite_by_its_published_rules(
 
 @pytest.mark.slow
 @pytest.mark.real_data
-def test_a_model_of_children_s_stories_knows_the_grammar_of_short_sentences(tmp_path, stories260k):
+def test_a_model_of_stories_knows_the_grammar_of_short_sentences(tmp_path, stories260k):
     config = BehaviorConfig(str(tmp_path), [str(TEMPLATES / "minimal_pairs.yaml")], policy=stories260k)
     found = json.loads(run(config).read_text())["tests"]
     for test in ("subject and verb", "subjects and verb", "form of the verb"):  # chance is one half

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from alignment import load_model, load_tokenizer
 from alignment.cli import main
 from alignment.data.rows.files import read_raw
 from alignment.errors import UserError
@@ -31,7 +32,6 @@ from alignment.evaluation.benchmarks.figures import (
 from alignment.evaluation.benchmarks.run import BenchmarksConfig, print_benchmarks, task_results
 from alignment.evaluation.benchmarks.tasks import detokenize, read_task
 from alignment.judging.likelihood import LanguageScorer, Likelihood
-from alignment.loading import load_model, load_tokenizer
 from alignment.reports.recipe_report import benchmark_section
 from alignment.statistics.winrate import accuracy_gain, win_rate
 from tests.conftest import write_lines
@@ -118,7 +118,7 @@ def test_blanks_at_a_context_s_end_belong_to_the_continuation(scorer):
         scorer.encode_requests([("The bar", "")])
 
 
-def test_continuations_of_one_token_share_one_input_and_longer_ones_their_context(scorer, monkeypatch):
+def test_continuations_of_one_token_share_one_input(scorer, monkeypatch):
     sizes = []
     forward = type(scorer.model).forward
     monkeypatch.setattr(
@@ -131,7 +131,7 @@ def test_continuations_of_one_token_share_one_input_and_longer_ones_their_contex
     assert sizes == [40 + 1, 40 + 10 * 2 + 1]  # and the token behind them all
 
 
-def test_long_contexts_lose_their_beginning_and_long_texts_are_cut_into_windows(scorer, peer, capsys):
+def test_long_contexts_lose_their_beginning_and_texts_are_cut(scorer, peer, capsys):
     size = scorer.positions  # 320
     ids = torch.randint(5, 300, (2 * size + 40,), generator=torch.Generator().manual_seed(0)).tolist()
     [found] = scorer.token_likelihoods([(ids[:-2], ids[-2:])])

@@ -34,7 +34,7 @@ from alignment.reports.html import format_cell
 from alignment.reports.recipe_report import summary_rows
 from alignment.reward_model import RewardModel, load_reward_model
 from alignment.training.run.directory import lock
-from tests.conftest import read_lines, write_lines
+from tests.conftest import lines_file, read_lines
 from tests.stub_server import serving
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
@@ -45,7 +45,7 @@ import spread
 def config_of(tmp_path, checkpoints, stage):
     """A comparison on one short and one very long prompt, the latter cut to so many tokens."""
     path = tmp_path / "prompts.jsonl"
-    write_lines(path, [{"prompt": text} for text in ("Guest:", "hello guest " * 400)])
+    lines_file(path, [{"prompt": text} for text in ("Guest:", "hello guest " * 400)])
 
     def make(max_length: int, **changes) -> WinRateConfig:
         settings = {
@@ -276,14 +276,14 @@ def test_a_wrong_best_of_n_is_refused(config_of, monkeypatch):
 
 def fill_in(path, verdict):
     rows = read_lines(path)
-    write_lines(path, [{**row, "verdict": verdict(row)} for row in rows])
+    lines_file(path, [{**row, "verdict": verdict(row)} for row in rows])
 
 
 def fill_in_both_orders(path):
     """Every pair of a form in both orders, as a program may fill it in, and the first preferred each time."""
     rows = read_lines(path)
     rows += [{**row, "first": row["second"], "second": row["first"]} for row in rows]
-    write_lines(path, [{**row, "verdict": 1.0} for row in rows])
+    lines_file(path, [{**row, "verdict": 1.0} for row in rows])
 
 
 @pytest.fixture
@@ -329,7 +329,7 @@ def test_labels_of_several_people_in_a_file_of_their_own_all_count(judged_by_peo
             row = {**row, "first": row["second"], "second": row["first"]}
         labels.append({**row, "judge": name, "verdict": float(row["first"] in theirs), "seconds": 2.5, "flags": []})
     path = tmp_path / "labels.jsonl"
-    path.write_text(write_lines(path, labels).read_text() + '{"id": "torn')
+    path.write_text(lines_file(path, labels).read_text() + '{"id": "torn')
     threads = torch.get_num_threads()
     torch.set_num_threads(threads % 4 + 1)
     monkeypatch.setattr(sampling, "decode_responses", lambda *_, **__: pytest.fail("responses were sampled again"))
@@ -409,7 +409,7 @@ def test_the_first_start_for_people_is_no_error_and_names_the_next_command(confi
 
 def test_a_judge_by_position_is_named_in_results_with_intervals(config_of, tmp_path, capsys):
     form, path = tmp_path / "form.jsonl", tmp_path / "many.jsonl"
-    write_lines(path, [{"prompt": f"guest {i}"} for i in range(12)])
+    lines_file(path, [{"prompt": f"guest {i}"} for i in range(12)])
     people = {"judge": "verdicts", "reward_model": None, "verdicts": str(form)}
     people["data"] = DataConfig(train=str(path), max_length=64)
     with pytest.raises(UserError, match="fill in"):
@@ -486,7 +486,7 @@ def test_without_a_judge_the_choice_is_put_in_words_before_anything_is_read(tmp_
 def test_the_gold_judge_refuses_prompts_of_another_world_before_any_model_is_loaded(config_of, tmp_path):
     rows = [*generate_rows("prompts_eval", seed=0, count=2), {"prompt": "What about the pool?"}]
     path = tmp_path / "mixed.jsonl"
-    write_lines(path, rows)
+    lines_file(path, rows)
     models = {"one": "/nowhere/a", "two": "/nowhere/b"}
     config = config_of(256, judge="gold", data=DataConfig(train=str(path)), models=models)
     with pytest.raises(UserError, match=r"mixed\.jsonl:3: judge=gold .* 1 of 3 are none; take judge=reward_model"):
@@ -510,7 +510,7 @@ def test_files_and_services_are_contestants_whose_responses_are_kept_and_who_are
     prompts = [row["prompt"] for row in read_lines(tmp_path / "prompts.jsonl")]
     file = tmp_path / "theirs.jsonl"
     rows = [{"prompt": prompt, "response": f"written {i}"} for i, prompt in enumerate(reversed(prompts))]
-    write_lines(file, rows)
+    lines_file(file, rows)
     with serving(answer_of) as server:
         service = EndpointConfig(url=server.url, model="stub", retries=0, requests=2)
         settings = {"response_files": {"file": str(file)}, "endpoints": {"api": service}, "baseline": "file"}
@@ -538,17 +538,17 @@ def test_labels_of_people_on_a_part_of_the_items_give_a_corrected_rate_beside_th
     """The longer response wins all twelve; of the eight that people have judged, in either order, three."""
     prompts, files, labels = [f"guest {i}" for i in range(12)], {}, tmp_path / "labels.jsonl"
     data = tmp_path / "many.jsonl"
-    write_lines(data, [{"prompt": prompt} for prompt in prompts])
+    lines_file(data, [{"prompt": prompt} for prompt in prompts])
     for name, words in (("base", "no"), ("ours", "longer")):
         rows = [{"prompt": prompt, "response": f"{words} {prompt}"} for prompt in prompts]
-        files[name] = str(write_lines(tmp_path / f"{name}.jsonl", rows))
+        files[name] = str(lines_file(tmp_path / f"{name}.jsonl", rows))
     settings = {"models": {}, "response_files": files, "baseline": "base", "judge": "longer", "reward_model": None}
     settings |= {"data": DataConfig(train=str(data), max_length=64), "labels": str(labels)}
     for count in (8, 4):
         rows = [{"id": f"{data}:{i + 1}", "first": f"longer guest {i}", "second": f"no guest {i}", "verdict": float(i < 3)}
                 for i in range(count)]  # fmt: skip
         rows[0] |= {"first": rows[0]["second"], "second": rows[0]["first"], "verdict": 0}
-        write_lines(labels, rows)
+        lines_file(labels, rows)
         results = results_of(config_of(64, **settings))
         ours, cells = results["models"]["ours"], summary_rows(results)[1]
         assert ours["win_rate"]["rate"] == 1

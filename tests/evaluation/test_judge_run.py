@@ -9,13 +9,13 @@ from alignment.errors import UserError
 from alignment.evaluation.judge_run import JudgeEvalConfig, run
 from alignment.judging.labeled_items import LabelColumns, add_items
 from alignment.settings import refusal
-from tests.conftest import DATA, write_lines
+from tests.conftest import DATA, lines_file
 
 real_data = [pytest.mark.real_data, pytest.mark.skipif(not DATA.is_dir(), reason=f"no {DATA}; set ALIGNMENT_DATA")]
 
 
 def rows_file(path, rows):
-    return str(write_lines(path, rows))
+    return str(lines_file(path, rows))
 
 
 def results_of(tmp_path, **settings):

@@ -8,11 +8,12 @@ import pytest
 import torch
 from tokenizers.processors import Sequence
 
+from alignment import load_model, load_tokenizer
 from alignment.data.batches import Example
 from alignment.data.rows.records import Text
 from alignment.errors import UserError
-from alignment.evaluation.language_loss import compare_pairs, language_loss, loss_on_rows, pair_log_probs
-from alignment.loading import load_model, load_tokenizer
+from alignment.evaluation import language_loss
+from alignment.evaluation.language_loss import compare_pairs, loss_on_rows, pair_log_probs
 from alignment.models.weights_config import WeightsConfig
 from alignment.ragged import Ragged
 
@@ -83,7 +84,7 @@ def test_bits_are_per_byte_of_what_is_predicted_and_cut_texts_are_counted(checkp
 
 
 @torch.no_grad()
-def test_a_response_counts_as_the_sum_over_its_tokens_whatever_it_is_batched_with(checkpoints, monkeypatch):
+def test_a_response_counts_as_the_sum_over_its_tokens(checkpoints, monkeypatch):
     model = load_model(checkpoints["llama"])
     sides = [([5, 6], [7, 8, 9], [4]), ([3], [2], [9, 8, 7, 6, 5, 4]), ([1, 2], [3], [5])]
     pairs = [Example.answered(prompt, responses, "pair") for prompt, *responses in sides]

@@ -13,14 +13,14 @@ from alignment.evaluation.ratings_run import RatingsConfig, TournamentConfig, ru
 from alignment.judging.judges import _record
 from alignment.judging.judgments import RowLog
 from alignment.judging.labeled_items import LabelColumns, read_votes
-from tests.conftest import read_lines, write_lines
+from tests.conftest import lines_file, read_lines
 
 VOTES = [("a", "b", 1.0), ("a", "b", 1.0), ("b", "a", 1.0), ("b", "c", 0.5), ("c", "a", 0.0), ("c", "b", 1.0)]
 VOTES += [("a", "c", 0.5)]
 
 
 def write_rows(path, rows):
-    return str(write_lines(path, rows))
+    return str(lines_file(path, rows))
 
 
 def rate(tmp_path, battles, **settings):

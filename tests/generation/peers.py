@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from alignment.loading import load_model
+from alignment import load_model
 
 VOCABULARY = 211
 CONFIGS: dict[str, dict[str, Any]] = {

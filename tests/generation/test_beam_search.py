@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from alignment.generation import BeamConfig, SamplingConfig, beam_search, decode_responses, decoding_config, generate
-from alignment.loading import load_model, load_tokenizer
+from alignment import generate, load_model, load_tokenizer
+from alignment.generation import BeamConfig, SamplingConfig, beam_search, decode_responses, decoding_config
 from alignment.ragged import Ragged
 from tests.generation.peers import their_responses, up_to_stop
 
@@ -78,7 +78,7 @@ def test_one_beam_is_greedy_and_a_wider_search_finds_likelier_texts(peers, rando
     assert total[0] < total[1] < total[2]
 
 
-def test_log_probs_are_the_models_and_the_others_in_the_batch_do_not_matter(peers, random_prompts):
+def test_log_probs_are_the_models_whatever_the_batch(peers, random_prompts):
     config = BeamConfig(4, 2.0, 20, early_stopping=True)
     found = beam_search(peers.ours, random_prompts, config, peers.stops)
     for prompt, tokens, log_probs in zip(random_prompts, found.token_ids, found.log_probs, strict=True):

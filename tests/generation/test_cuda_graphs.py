@@ -138,7 +138,7 @@ def test_responses_are_those_of_steps_one_by_one(captures, family):
     assert 4 <= len(captures) <= 3 * 3  # rows: six, three or fewer, one; widths: 64, 128, 192
 
 
-def test_responses_of_an_adapted_model_in_bfloat16_are_those_of_steps_one_by_one(captures):
+def test_an_adapted_bfloat16_model_responds_as_in_single_steps(captures):
     model = decoder()
     attach(model, LoRASpec(rank=4))
     for name, parameter in model.named_parameters():

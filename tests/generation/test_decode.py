@@ -8,10 +8,10 @@ import torch
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from alignment import generate, load_model, load_tokenizer
 from alignment.data.text.chat import prompt_ids
 from alignment.errors import UserError
-from alignment.generation import DecodingEngine, DecodingRequest, SamplingConfig, decode_responses, generate
-from alignment.loading import load_model, load_tokenizer
+from alignment.generation import DecodingEngine, DecodingRequest, SamplingConfig, decode_responses
 from alignment.models.build import build_language_model
 from alignment.models.huggingface.checkpoint import load_language_model, save_model
 from alignment.ragged import Ragged
@@ -185,7 +185,7 @@ def test_no_step_indexes_with_booleans(model, prompts):
         assert drawn(model, prompts) == expected
 
 
-def test_one_text_in_place_of_a_list_is_refused_and_not_read_letter_by_letter(checkpoints, tokenizer):
+def test_one_text_in_place_of_a_list_is_refused(checkpoints, tokenizer):
     model = load_model(checkpoints["llama"])
     with pytest.raises(UserError, match=r"prompts must be a list, got one text, 'What is'; write \[text\]"):
         generate(model, tokenizer, "What is", max_new_tokens=2)
@@ -214,7 +214,7 @@ def test_settings_of_generate_reach_the_draws(checkpoints, tokenizer):
 @pytest.mark.parametrize(
     "settings", [{}, {"temperature": 0}, {"top_k": 3, "top_p": 0.5, "min_p": 0.1}, {"num_beams": 2}]
 )
-def test_logits_that_are_not_finite_end_the_generation_with_prompt_and_token(checkpoints, settings):
+def test_logits_that_are_not_finite_end_the_generation(checkpoints, settings):
     """The third prompt alone has the token whose embedding is NaN; the others have a response each."""
     model, tokenizer = load_model(checkpoints["llama"]), load_tokenizer(checkpoints["llama"])
     texts = ["hello", "some words", "hello QQQ"]
@@ -228,7 +228,7 @@ def test_logits_that_are_not_finite_end_the_generation_with_prompt_and_token(che
     assert generate(model, tokenizer, texts[:2], **sample) == generate(healthy, tokenizer, texts[:2], **sample)
 
 
-def test_a_mixture_of_greedy_and_sampling_requests_fails_where_the_logits_are_not_finite(checkpoints):
+def test_a_mixed_batch_fails_where_the_logits_are_not_finite(checkpoints):
     """The other rows of the same step go on; the failed one ends with what failed and without the token."""
     model = load_language_model(checkpoints["llama"])
     with torch.no_grad():

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from alignment import generate, load_model
 from alignment.data.encoder_inputs import source_ids
 from alignment.errors import UserError
-from alignment.generation import BeamConfig, SamplingConfig, beam_search, decode_responses, generate
-from alignment.loading import load_model
+from alignment.generation import BeamConfig, SamplingConfig, beam_search, decode_responses
 from alignment.models.model import start_token_of
 from tests.generation.peers import VOCABULARY, Peers, favourite, perturb, their_responses
 

@@ -8,16 +8,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
+from alignment import generate, load_model, load_tokenizer
 from alignment.algorithms.best_of_n import BestOfNConfig
 from alignment.algorithms.best_of_n import run as run_best_of_n
 from alignment.algorithms.sft import SamplesConfig
 from alignment.data.config import DataConfig
 from alignment.data.rows.records import Prompt
-from alignment.generation import SamplingConfig, generate
+from alignment.generation import SamplingConfig
 from alignment.generation.sampling import RowSampler
 from alignment.judging.likelihood import LanguageScorer
 from alignment.judging.responses import sample_responses
-from alignment.loading import load_model, load_tokenizer
 from alignment.models.weights_config import WeightsConfig
 from alignment.ragged import Ragged
 from alignment.rewards import LengthSpec, RewardSpec

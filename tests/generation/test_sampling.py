@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from alignment.generation import BeamConfig, SamplingConfig, decode_responses
-from alignment.generation.requests import DecodingRequest, RunningRequest
+from alignment.generation import BeamConfig, DecodingRequest, SamplingConfig, decode_responses
+from alignment.generation.requests import RunningRequest
 from alignment.generation.sampling import (
     TokenHistory,
     forbid_repeated_ngrams,

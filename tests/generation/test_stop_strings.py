@@ -5,8 +5,9 @@ import random
 import pytest
 import torch
 
+from alignment import generate
 from alignment.data.tokenizers.train import train_bpe
-from alignment.generation import DecodingEngine, DecodingRequest, SamplingConfig, decode_responses, generate
+from alignment.generation import DecodingEngine, DecodingRequest, SamplingConfig, decode_responses
 from alignment.generation.requests import IncrementalText
 from alignment.models.build import build_language_model
 

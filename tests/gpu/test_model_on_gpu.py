@@ -8,9 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from alignment.generation import cuda_graphs
-from alignment.generation.engine import decode_responses
-from alignment.generation.sampling import SamplingConfig
+from alignment.generation import SamplingConfig, cuda_graphs, decode_responses
 from alignment.models.build import build_language_model, build_model
 from alignment.models.layers import layer_contexts, sdpa
 from alignment.models.layers.attention import AttentionFn
@@ -84,7 +82,7 @@ def test_the_variable_length_kernel_equals_padded_attention(device, family, monk
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
-def test_the_variable_length_kernel_with_shared_prompts_equals_itself_without(device, family, monkeypatch):
+def test_the_kernel_with_shared_prompts_equals_itself_without(device, family, monkeypatch):
     model, results = decoder(family).to(device), []
     for batch in two_forms():
         calls = count_kernel_calls(monkeypatch)

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from alignment.adapters.specs import LoRASpec
-from alignment.generation.engine import decode_responses
-from alignment.generation.sampling import SamplingConfig
-from alignment.loading import load_model
+from alignment import load_model
+from alignment.adapters import LoRASpec
+from alignment.generation import SamplingConfig, decode_responses
 from alignment.training import restore_checkpoint, save_checkpoint
 from tests.training.test_optimizers import language_engine, train, types_of_state
 

@@ -1,12 +1,12 @@
 """The world's files: the rows they hold, the facts they do not share, and the same bytes from the same seed."""
 
-import json
 from itertools import combinations
 
 import pytest
 
 from alignment.hotel_world.datasets import FOLDS, RANGES, RowCounts, write_world
 from alignment.hotel_world.grammar import parse_prompt
+from tests.conftest import read_lines
 
 SMALL = RowCounts(300, 60, 200, 200, 100, 100, 100)
 COLUMNS = {
@@ -20,7 +20,7 @@ COLUMNS = {
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory) -> dict[str, list[dict]]:
     paths = write_world(tmp_path_factory.mktemp("world"), sizes=SMALL)
-    return {name: [json.loads(line) for line in path.read_text().splitlines()] for name, path in paths.items()}
+    return {name: read_lines(path) for name, path in paths.items()}
 
 
 def test_every_file_has_its_rows_and_columns(rows):

@@ -10,7 +10,7 @@ from alignment.evaluation import compare, file_judge, longer_judge, score_judge,
 from alignment.judging.faults import comparison_figures, position_warnings
 from alignment.judging.judges import length_effect
 from alignment.statistics.winrate import Z_95, sign_test
-from tests.conftest import read_lines, write_lines
+from tests.conftest import lines_file, read_lines
 
 PROMPTS = [Prompt(f"question {i}", {}, f"row {i}") for i in range(4)]
 OURS = ["a long answer", "short", "same", "ours"]
@@ -71,7 +71,7 @@ def test_verdicts_go_out_as_a_form_in_one_order_and_come_back_from_a_file(tmp_pa
     write_annotation_form(path, PROMPTS, OURS, BASELINE)
     rows = filled_in(path, lambda a, b: (len(a) > len(b)) + (len(a) == len(b)) / 2)
     assert len(rows) == 3  # each of the 4 pairs once, but for the one of equal texts, which is a tie
-    packed = write_lines(tmp_path / "verdicts.jsonl.gz", rows)
+    packed = lines_file(tmp_path / "verdicts.jsonl.gz", rows)
     people, longer = (compare(PROMPTS, OURS, BASELINE, judge) for judge in (file_judge(packed), longer_judge))
     alike = ("win_rate", "verdicts", "longer_preferred", "length_slope")
     assert [getattr(people, name) for name in alike] == [getattr(longer, name) for name in alike]
@@ -95,7 +95,7 @@ def test_the_order_in_a_form_is_drawn_from_the_texts_and_tells_nobody_whose_they
 def test_verdicts_on_other_texts_are_failures(tmp_path):
     path = tmp_path / "verdicts.jsonl"
     write_annotation_form(path, PROMPTS, OURS, BASELINE)
-    write_lines(path, filled_in(path, lambda a, b: 0.5))
+    lines_file(path, filled_in(path, lambda a, b: 0.5))
     result = compare(PROMPTS, [*OURS[:3], "new"], BASELINE, file_judge(path), max_failed_share=0.5)
     assert result.failures == 1
     with pytest.raises(UserError, match="on other prompts or responses"):
@@ -108,7 +108,7 @@ def test_an_empty_form_is_called_so_and_a_half_filled_one_is_counted(tmp_path, c
     with pytest.raises(UserError, match=rf"^0 of 3 verdicts are filled in in {path}"):
         file_judge(path)
     rows = filled_in(path, lambda a, b: float(a in OURS) if "long" not in a + b else None)
-    write_lines(path, rows)
+    lines_file(path, rows)
     judge = file_judge(path)
     assert f"1 of 3 verdicts are filled in in {path}" in capsys.readouterr().err
     assert judge(PROMPTS, OURS, BASELINE) == [None, None, 0.5, 1.0]
@@ -131,7 +131,7 @@ def test_an_empty_form_is_called_so_and_a_half_filled_one_is_counted(tmp_path, c
 )
 def test_of_several_people_the_majority_counts_and_their_agreement_is_shown(tmp_path, votes, verdict, agreement):
     rows = [dict(zip(("judge", "first", "second", "verdict"), vote, strict=True)) for vote in votes]
-    judge = file_judge(write_lines(tmp_path / "v.jsonl", [{"id": "row 0", **row} for row in rows]))
+    judge = file_judge(lines_file(tmp_path / "v.jsonl", [{"id": "row 0", **row} for row in rows]))
     result = compare(PROMPTS[:1], ["a"], ["b"], judge)
     assert result.verdicts == [verdict]
     assert sum(judge.usage()["verdicts"].values()) == len({(who, *shown) for who, *shown, _ in votes})
@@ -203,7 +203,7 @@ def test_a_consistent_judge_has_no_bias_and_intervals_of_some_width():
 def test_two_verdicts_of_nobody_named_on_one_pair_are_refused(tmp_path):
     """Two people's rows in one file, or a slip."""
     row = {"id": "row 0", "first": "a", "second": "b"}
-    path = write_lines(tmp_path / "verdicts.jsonl", [{**row, "verdict": 1}, {**row, "verdict": 0}])
+    path = lines_file(tmp_path / "verdicts.jsonl", [{**row, "verdict": 1}, {**row, "verdict": 0}])
     with pytest.raises(UserError, match=rf"{path}:2: id 'row 0' has verdict 0.0, but 1.0 in {path}:1"):
         file_judge(path)
 

@@ -7,7 +7,7 @@ import pytest
 from alignment.errors import UserError
 from alignment.evaluation import EndpointConfig, JudgeConfig, build_judge, file_judge
 from alignment.judging.judgments import RowLog, judgment_key, read_judgments
-from tests.conftest import read_lines, write_lines
+from tests.conftest import lines_file, read_lines
 
 GOOD = {"id": "row 0", "prompt": "p", "first": "a", "second": "b", "verdict": 1}
 
@@ -15,7 +15,7 @@ GOOD = {"id": "row 0", "prompt": "p", "first": "a", "second": "b", "verdict": 1}
 def test_a_judgment_keeps_every_column_of_its_row(tmp_path):
     more = {"judge": "Ann", "first_model": "x", "second_model": "y", "probability": 0.7, "seconds": 3, "flags": ["odd"]}
     rows = [GOOD, {**GOOD, "verdict": None, "judge": None}, {**GOOD, **more}]
-    path = write_lines(tmp_path / "j.jsonl", rows)
+    path = lines_file(tmp_path / "j.jsonl", rows)
     plain, unread, full = read_judgments(path)
     assert (plain.id, plain.prompt, plain.first, plain.second, plain.verdict) == ("row 0", "p", "a", "b", 1.0)
     assert (plain.judge, plain.first_model, plain.probability, plain.extra) == ("", None, None, {})
@@ -28,7 +28,7 @@ def test_a_judgment_keeps_every_column_of_its_row(tmp_path):
 def test_all_rows_that_are_no_judgments_are_named_with_file_and_line(tmp_path, read):
     broken = ["{no", [1], {"id": "row 0", "verdict": 1}, {**GOOD, "first": 3}, {**GOOD, "verdict": "A"}]
     broken += [{**GOOD, "verdict": True}, {**GOOD, "judge": 3}, {**GOOD, "probability": 1.5}]
-    path = write_lines(tmp_path / "j.jsonl", [GOOD, *broken, GOOD])
+    path = lines_file(tmp_path / "j.jsonl", [GOOD, *broken, GOOD])
     with pytest.raises(UserError) as caught:
         read(path)
     lines = str(caught.value).splitlines()
@@ -40,11 +40,11 @@ def test_all_rows_that_are_no_judgments_are_named_with_file_and_line(tmp_path, r
 
 def test_a_torn_last_line_is_read_over_and_told_and_a_torn_line_before_it_is_an_error(tmp_path, capsys):
     torn = json.dumps(GOOD)[:30]
-    path = write_lines(tmp_path / "j.jsonl", [GOOD, torn])
+    path = lines_file(tmp_path / "j.jsonl", [GOOD, torn])
     path.write_bytes(path.read_bytes()[:-1])
     assert len(read_judgments(path)) == 1 and f"{path}:2: the last line is torn" in capsys.readouterr().err
     with pytest.raises(UserError, match=r":2:.*not JSON"):
-        read_judgments(write_lines(path, [GOOD, torn, GOOD]))
+        read_judgments(lines_file(path, [GOOD, torn, GOOD]))
 
 
 @pytest.mark.parametrize("cut", [0, 1, 20, -2, -1])
@@ -82,10 +82,10 @@ def test_a_log_is_checked_as_it_is_read_again(file, row, tmp_path):
     endpoint = EndpointConfig(url="http://127.0.0.1:9/v1", model="m")
     template = "rubric" if file == "ratings.jsonl" else "pairwise"
     config = JudgeConfig(judge="endpoint", endpoint=endpoint, judge_template=template)
-    write_lines(tmp_path / file, [good, row])
+    lines_file(tmp_path / file, [good, row])
     with pytest.raises(UserError, match=f"{file}:2: "):
         build_judge(config, tmp_path)
-    write_lines(tmp_path / file, [good, good])
+    lines_file(tmp_path / file, [good, good])
     build_judge(config, tmp_path)
 
 

@@ -27,7 +27,7 @@ from alignment.judging.label_page import MOST_BYTES, LabelServer
 from alignment.judging.labeled_items import Items, LabelColumns
 from alignment.judging.labels import LabelSession, agreement_lines, questions, read_questions
 from alignment.training.run.directory import lock
-from tests.conftest import read_lines, write_lines
+from tests.conftest import lines_file, read_lines
 from tests.killing import run_killed
 
 CHROMIUM = "/usr/bin/chromium"
@@ -45,7 +45,7 @@ def form_rows(count: int) -> list[dict]:
 
 @pytest.fixture
 def form(tmp_path) -> Path:
-    return write_lines(tmp_path / "form.jsonl", form_rows(20))
+    return lines_file(tmp_path / "form.jsonl", form_rows(20))
 
 
 def session_on(file: Path, output: Path, **changes) -> LabelSession:
@@ -247,7 +247,7 @@ def test_a_question_shows_no_models(form, tmp_path):
 
 def test_a_published_pair_is_one_question_of_two_responses(tmp_path):
     row = {"prompt": "p", "response_0": "a", "response_1": "b", "better_response_id": 1}
-    [item] = read_questions(str(write_lines(tmp_path / "pairs.jsonl", [row])))
+    [item] = read_questions(str(lines_file(tmp_path / "pairs.jsonl", [row])))
     assert sorted(item.responses) == ["a", "b"]
 
 
@@ -255,7 +255,7 @@ def test_each_annotator_has_an_order_of_their_own_that_the_file_does_not_change(
     rows = form_rows(200)
     turned = [{**row, "first": row["second"], "second": row["first"]} for row in rows[::-1]]
     items, others = (
-        read_questions(str(write_lines(tmp_path / f"{name}.jsonl", own))) for name, own in (("a", rows), ("b", turned))
+        read_questions(str(lines_file(tmp_path / f"{name}.jsonl", own))) for name, own in (("a", rows), ("b", turned))
     )
     ann, bo = questions(items, "ann", 0, 0.1), questions(items, "bo", 0, 0.1)
     same = questions(others, "ann", 0, 0.1)
@@ -269,7 +269,7 @@ def test_each_annotator_has_an_order_of_their_own_that_the_file_does_not_change(
 
 
 def test_hidden_repeats_come_later_with_their_sides_exchanged(tmp_path):
-    items = read_questions(str(write_lines(tmp_path / "form.jsonl", form_rows(60))))
+    items = read_questions(str(lines_file(tmp_path / "form.jsonl", form_rows(60))))
     asked = questions(items, "ann", 0, 0.1)
     again = [each for each in asked if each.repeat]
     assert len(asked) == 66 and len(again) == 6 and [each.position for each in asked] == list(range(66))
@@ -283,7 +283,7 @@ def test_hidden_repeats_come_later_with_their_sides_exchanged(tmp_path):
 def test_a_pair_in_both_orders_is_asked_once(tmp_path, capsys):
     rows = [*form_rows(2), {"prompt": "No id?", "first": "good 9", "second": "bad 9"}]
     both = [*rows, *({**row, "first": row["second"], "second": row["first"]} for row in rows)]
-    assert len(read_questions(str(write_lines(tmp_path / "form.jsonl", both)))) == 3
+    assert len(read_questions(str(lines_file(tmp_path / "form.jsonl", both)))) == 3
     assert "3 questions in 6 rows" in capsys.readouterr().err
 
 
@@ -303,9 +303,9 @@ MESSAGES = [{"role": "user", "content": "Hello?"}]
     ],
 )
 def test_rows_that_can_be_labeled(tmp_path, row, responses, models):
-    [item] = read_questions(str(write_lines(tmp_path / "rows.jsonl", [row])))
+    [item] = read_questions(str(lines_file(tmp_path / "rows.jsonl", [row])))
     assert (item.responses, item.models, item.judge, item.ranks) == (responses, models, "", ())
-    [same] = read_questions(str(write_lines(tmp_path / "other.jsonl", [row])))
+    [same] = read_questions(str(lines_file(tmp_path / "other.jsonl", [row])))
     assert same.key == item.key
 
 
@@ -315,7 +315,7 @@ def test_all_rows_that_cannot_be_labeled_are_named(tmp_path):
         {"first": "x", "second": "y"},
         {"prompt": "P", "responses": list("abcdefghij")},
     ]
-    path = write_lines(tmp_path / "form.jsonl", [*form_rows(1), *rows])
+    path = lines_file(tmp_path / "form.jsonl", [*form_rows(1), *rows])
     with pytest.raises(UserError) as error:
         read_questions(str(path))
     assert [line.split(": ")[0] for line in str(error.value).splitlines()] == [f"{path}:{n}" for n in (2, 3, 4)]
@@ -416,7 +416,7 @@ def test_labels_of_other_questions_are_counted_and_left_alone(form, tmp_path, ca
     output = tmp_path / "labels.jsonl"
     label_all(session_on(form, output), "ann")
     others = [{**row, "prompt": "Else?", "id": f"else-{row['id']}"} for row in form_rows(5)]
-    other = write_lines(tmp_path / "other.jsonl", others)
+    other = lines_file(tmp_path / "other.jsonl", others)
     before = output.read_text()
     label_all(session_on(other, output), "ann")
     assert "22 labels are of other questions" in capsys.readouterr().err
@@ -430,7 +430,7 @@ def test_a_label_that_cannot_be_read_is_named(form, tmp_path, change):
     output = tmp_path / "labels.jsonl"
     label_all(session_on(form, output), "ann")
     rows = read_lines(output)
-    write_lines(output, [*rows[:3], {**rows[3], **change}])
+    lines_file(output, [*rows[:3], {**rows[3], **change}])
     with pytest.raises(UserError, match=rf"labels.jsonl:4: (\[3\]\.)?{next(iter(change))}"):
         session_on(form, output)
 
@@ -518,7 +518,7 @@ def test_win_rates_and_evaluations_of_judges_read_the_labels(form, tmp_path):
 def test_rankings_ratings_and_ties_of_more_responses(tmp_path):
     file = [{"prompt": MESSAGES, "responses": {"m": "one", "n": "two", "o": "three"}}]
     output, rows = tmp_path / "labels.jsonl", tmp_path / "comparisons.jsonl"
-    session = session_on(write_lines(tmp_path / "k.jsonl", file), output, ratings=True)
+    session = session_on(lines_file(tmp_path / "k.jsonl", file), output, ratings=True)
     found = session.show({"annotator": "ann"})
     assert found["likert"] == 7 and sorted(found["responses"]) == ["one", "three", "two"]
     places, points = {"two": 0, "one": 1, "three": 1}, {"two": 7, "one": 3, "three": 1}
@@ -545,7 +545,7 @@ def test_rankings_ratings_and_ties_of_more_responses(tmp_path):
 
 
 def test_a_response_alone_is_rated(tmp_path):
-    file = write_lines(tmp_path / "one.jsonl", [{"prompt": "P", "completion": "x"}])
+    file = lines_file(tmp_path / "one.jsonl", [{"prompt": "P", "completion": "x"}])
     session = session_on(file, tmp_path / "labels.jsonl")
     with pytest.raises(UserError, match="not whole"):
         session.answer({"annotator": "ann", "number": 0, "ranks": [0]})

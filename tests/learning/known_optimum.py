@@ -11,7 +11,7 @@ from alignment.algorithms.ppo import FixedKL, PPOConfig, iterate
 from alignment.algorithms.ppo.state import PPOState, ScoreNormalizer
 from alignment.data.config import DataConfig
 from alignment.generation import Generation
-from alignment.losses.language import token_log_probs_and_entropy
+from alignment.losses import token_log_probs_and_entropy
 from alignment.models.outputs import LanguageOutput, LogitsOutput, ValueOutput
 from alignment.ragged import Ragged
 from alignment.training import Engine, OptimConfig, TrainingConfig

@@ -11,16 +11,13 @@ from alignment.data.config import DataConfig
 from alignment.models.build import build_language_model
 from alignment.training import Engine, OptimConfig, TrainingConfig
 from tests.examples import prompt_example
+from tests.learning.test_bandit import CONFIG
 
 VOCABULARY, WANTED = 11, 5
-CONFIG = {
-    "model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
-    "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 8, "tie_word_embeddings": False,
-}  # fmt: skip
 
 
 def uniform_model():
-    model = build_language_model(CONFIG)
+    model = build_language_model(CONFIG | {"vocab_size": VOCABULARY})
     torch.nn.init.zeros_(model.head.weight)
     return model.eval()
 

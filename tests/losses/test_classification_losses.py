@@ -18,7 +18,7 @@ def test_the_label_loss_is_a_sum_of_negative_log_probabilities():
     assert loss.item() == pytest.approx(3 * math.log(2), rel=1e-6)
 
 
-def test_ignored_labels_and_impossible_classes_cost_nothing_and_have_no_gradient():
+def test_ignored_labels_cost_nothing_and_have_no_gradient():
     # the second row is ignored; in the first the third class is ruled out, which leaves 1/4 : 3/4
     table = torch.tensor([[0.25, 0.75, 0.0], [0.1, 0.2, 0.7]]).log().requires_grad_()
     loss = label_loss(table, torch.tensor([0, IGNORED]))
@@ -27,7 +27,7 @@ def test_ignored_labels_and_impossible_classes_cost_nothing_and_have_no_gradient
     assert gradient.tolist() == [pytest.approx([-0.75, 0.75, 0.0]), [0.0, 0.0, 0.0]]
 
 
-def test_the_span_loss_is_half_of_both_ends_and_padding_takes_no_probability():
+def test_the_span_loss_is_half_of_both_ends():
     # window 0: start 1/2, end 1/4; window 1 has two tokens: start 1/2, end 1/8; (1 + 2 + 1 + 3) log 2 / 2
     first = logits([0.25, 0.5, 0.25], [0.5, 0.5, 0.0])
     last = logits([0.5, 0.25, 0.25], [0.875, 0.125, 0.0])

@@ -75,7 +75,7 @@ def test_penalties_of_all_estimators_are_worked_by_hand():
     near(shape(kl_estimator="k3"), torch.tensor([[-0.0093655, 0.9892985]]))  # (0.018731, 0.021403) / 2
 
 
-def test_as_losses_k1_holds_nothing_k2_follows_the_reverse_and_k3_the_forward_kl():
+def test_k1_holds_nothing_k2_follows_reverse_k3_forward_kl():
     """Gradients in expectation over tokens of the policy, by enumeration."""
     logits = torch.tensor([0.3, -0.2, 0.9], requires_grad=True)
     reference = torch.tensor([0.5, 0.3, 0.2]).log()
@@ -157,14 +157,14 @@ def test_returns_are_rewards_from_the_token_on():
 
 
 @pytest.mark.parametrize("advantages", [rloo_advantages, grpo_advantages, dr_grpo_advantages])
-def test_a_group_does_not_see_the_others_and_gives_targets_without_gradient(advantages):
+def test_a_group_does_not_see_the_others(advantages):
     alone = torch.cat([advantages(REWARDS[:3], 3), advantages(REWARDS[3:], 3)])
     rewards = REWARDS.clone().requires_grad_()
     together = advantages(rewards, 3)
     assert torch.equal(together, alone) and not together.requires_grad
 
 
-def test_leave_one_out_has_the_expected_gradient_of_the_reward_and_dr_grpo_a_part_of_it():
+def test_leave_one_out_has_the_expected_gradient():
     """Expectation over all pairs of responses of a three-armed bandit: RLOO exactly, Dr. GRPO (n - 1) / n of it."""
     logits, rewards = torch.tensor([0.3, -0.2, 0.9], requires_grad=True), torch.tensor([1.0, -2.0, 0.5])
     log_probs = logits.log_softmax(0)

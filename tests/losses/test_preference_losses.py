@@ -147,7 +147,7 @@ def test_special_cases_are_the_plain_loss():
     assert_close(f_dpo(*PAIR, beta=0.2, divergence="alpha", alpha=1.0), forward)
 
 
-def test_the_robust_cost_of_flipped_labels_is_on_average_that_of_the_true_ones():
+def test_the_robust_cost_is_on_average_that_of_the_true_labels():
     right = robust_loss(*PAIR, beta=0.2, label_smoothing=0.3)
     flipped = robust_loss(*PAIR[::-1], beta=0.2, label_smoothing=0.3)
     assert_close(0.7 * right + 0.3 * flipped, dpo_loss(*PAIR, beta=0.2))

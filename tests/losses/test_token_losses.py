@@ -10,11 +10,12 @@ from alignment.losses import (
     TokenLoss,
     entropy,
     language,
+    mean_language_loss,
     smoothed_token_loss,
     token_log_probs,
     token_log_probs_and_entropy,
 )
-from alignment.losses.language import kl_divergence, mean_language_loss
+from alignment.losses.language import kl_divergence
 
 
 def test_token_log_prob_is_worked_by_hand():
@@ -53,7 +54,7 @@ def test_entropy_of_a_certain_token_is_zero_with_finite_gradient():
     assert torch.isfinite(logits.grad).all()
 
 
-def test_the_divergence_is_that_of_the_whole_distribution_and_not_of_its_likeliest_tokens():
+def test_the_divergence_is_of_the_whole_distribution():
     """p = 0.5 0.4 0.1, q = 0.52 0.42 0.06: 0.5 log 0.5/0.52 + 0.4 log 0.4/0.42 + 0.1 log 0.1/0.06 = 0.011956.
 
     Tokens drawn with top_p 0.9 are the first two, 5/9 and 4/9: the mean of log p - log q over them is -0.043474.
@@ -93,7 +94,7 @@ def test_an_entropy_that_is_not_used_changes_no_bit(both):
 
 
 @pytest.mark.parametrize("both", [token_log_probs_and_entropy, fused])
-def test_the_gradient_of_the_entropy_is_worked_by_hand_and_mixes_with_that_of_the_log_probs(both):
+def test_the_gradient_of_the_entropy_is_worked_by_hand(both):
     # p = (1/4, 3/4): H = ln 4 - 3/4 ln 3 = 0.562335; -p (ln p + H) = (1/4 (ln 4 - H), -(3/4) (ln(3/4) + H))
     logits = torch.tensor([[0.0, math.log(3)]], requires_grad=True)
     both(logits, torch.tensor([0]))[1].sum().backward()
@@ -149,7 +150,7 @@ def test_bfloat16_on_a_cpu_keeps_float32_logits(monkeypatch, trains, known, chun
         assert all(relative(*pair) < 2**-8 for pair in zip(gradients, exact_gradients, strict=True))
 
 
-def test_the_mean_language_loss_is_a_mean_over_each_documents_predicted_tokens():
+def test_the_mean_language_loss_is_over_each_documents_tokens():
     # document 0: (1 + 3) / 2; document 1: 6 / 1; document 2 predicts nothing
     loss = mean_language_loss(torch.tensor([-1.0, -6.0, -3.0]), torch.tensor([0, 1, 0]), torch.tensor([2, 1, 1]))
     assert_close(loss, torch.tensor([2.0, 6.0, 0.0]))
@@ -180,7 +181,7 @@ def test_label_smoothing_is_that_of_torch_in_value_and_gradient(eps):
     assert_close(ours.grad, theirs.grad, atol=1e-6, rtol=1e-5)
 
 
-def test_the_gradient_of_the_regularized_loss_agrees_with_finite_differences():
+def test_the_regularized_loss_agrees_with_finite_differences():
     logits = torch.randn(3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1), requires_grad=True)
     tokens = torch.tensor([0, 4, 2])
     for loss in (TokenLoss(0.1, 0.0), TokenLoss(0.0, 0.5), TokenLoss(0.3, 0.2)):

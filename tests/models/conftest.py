@@ -24,7 +24,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
     },
 }
-PARITY_CASES = Path(__file__).parents[2] / "scripts" / "parity_cases"
+PARITY_CASES = {  # by family: `model_type`, `kind`, `config` and the `variants` of it
+    path.stem: yaml.safe_load(path.read_text(encoding="utf-8"))
+    for path in sorted((Path(__file__).parents[2] / "scripts" / "parity_cases").glob("*.yaml"))
+}
+DECODERS = {name: case for name, case in PARITY_CASES.items() if case["kind"] == "decoder"}
 LENGTHS = (40, 7, 1, 33, 40, 12)
 
 
@@ -98,7 +102,7 @@ def write_low(folder, family, dtype, changes):
         heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
         StableLmForCausalLM(StableLmConfig(vocab_size=211, **sizes, **heads)).to(dtype).save_pretrained(folder)
         return folder
-    case = yaml.safe_load((PARITY_CASES / f"{family}.yaml").read_text(encoding="utf-8"))
+    case = PARITY_CASES[family]
     model = build_language_model({"model_type": case["model_type"], **case["config"], **changes})
     with torch.no_grad():
         for parameter in model.parameters():

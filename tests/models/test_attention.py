@@ -3,12 +3,10 @@
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-import yaml
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
@@ -22,15 +20,10 @@ from alignment.models.layers import AttentionSpec, sdpa
 from alignment.models.layers.padded_layout import attention_masks, pad_layout
 from alignment.models.layers.sdpa import padded_attention, varlen_applies, varlen_attention
 from alignment.ragged import Ragged
+from tests.models.conftest import DECODERS
 
-CASES = [
-    (path.stem, yaml.safe_load(path.read_text(encoding="utf-8")))
-    for path in sorted((Path(__file__).parents[2] / "scripts" / "parity_cases").glob("*.yaml"))
-]
-DECODERS = {
-    name: {"model_type": case["model_type"], "vocab_size": 61, **case["config"]}
-    for name, case in CASES
-    if case["kind"] == "decoder"
+CONFIGS = {
+    name: {"model_type": case["model_type"], "vocab_size": 61, **case["config"]} for name, case in DECODERS.items()
 }
 
 LENGTHS = (5, 1, 9)
@@ -108,7 +101,7 @@ def test_queries_keys_and_values_have_one_type_under_autocast(family, monkeypatc
         return attend(q, k, v, *others, **options)
 
     monkeypatch.setattr(sdpa, "attend", watch)
-    model = build_language_model(DECODERS[family])
+    model = build_language_model(CONFIGS[family])
     with torch.autocast("cpu", torch.bfloat16):
         model(batch=Ragged.build([[3, 5, 7], [2, 4]]))
     assert set(seen) == {(torch.bfloat16,) * 3}
@@ -118,12 +111,10 @@ def test_queries_keys_and_values_have_one_type_under_autocast(family, monkeypatc
     ("capability", "head_dim", "applies"),
     [((8, 0), 256, True), ((9, 0), 64, True), ((7, 5), 64, False), ((8, 0), 264, False), ((8, 0), 20, False)],
 )
-def test_old_devices_and_heads_the_kernel_does_not_take_use_padded_documents(
-    capability, head_dim, applies, monkeypatch
-):
+def test_old_devices_and_other_heads_use_padded_documents(capability, head_dim, applies, monkeypatch):
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device=None: capability)
     weight = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, device=torch.device("cuda", 0))
-    [block, _] = build_language_model(DECODERS["llama"] | {"num_hidden_layers": 2}).spec.blocks
+    [block, _] = build_language_model(CONFIGS["llama"] | {"num_hidden_layers": 2}).spec.blocks
     block = replace(block, attention=replace(block.attention, head_dim=head_dim))
     assert varlen_applies([block.attention], weight, training=True) is applies
 

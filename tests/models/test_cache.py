@@ -22,16 +22,6 @@ def whole_logits(model, text):
         return model(torch.tensor([text])).logits[0]
 
 
-def test_decoding_equals_the_whole_forward(model, texts):
-    cache = model.new_cache(4, 40)
-    logits = [model.prefill(Ragged.build([text[:-8] for text in texts]), cache)]
-    for step in range(8):
-        logits.append(model.decode(torch.tensor([text[len(text) - 8 + step] for text in texts]), cache))
-    for row, text in enumerate(texts):
-        assert_close(torch.stack([step[row] for step in logits]), whole_logits(model, text)[-9:], **TIGHT)
-    assert cache.lengths.tolist() == [len(text) for text in texts] and cache.longest == 28
-
-
 @pytest.mark.parametrize("rows", [torch.tensor([2, 3]), torch.tensor([False, False, True, True]), torch.tensor([3, 2])])
 def test_kept_rows_go_on_as_if_alone(model, texts, rows):
     cache = model.new_cache(4, 40)

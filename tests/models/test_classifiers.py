@@ -13,8 +13,8 @@ from alignment.models.classifiers import SequenceClassifier, pooled
 from alignment.models.heads import ClassificationHeadSpec
 from alignment.models.huggingface.checkpoint import load_pretrained, load_scalar_model, save_model
 from alignment.ragged import Ragged
-
-from .conftest import roughen
+from tests.examples import padded
+from tests.models.conftest import roughen
 
 BERT: dict[str, Any] = {
     "model_type": "bert", "vocab_size": 61, "max_position_embeddings": 64, "hidden_size": 32,
@@ -26,13 +26,7 @@ GPT2: dict[str, Any] = {
 ROWS = [[5, 6, 7, 8, 9], [10], [11, 12, 13]]
 
 
-def padded(side: str) -> tuple[torch.Tensor, torch.Tensor]:
-    rows = [[0] * (5 - len(row)) + row if side == "left" else row + [0] * (5 - len(row)) for row in ROWS]
-    mask = [[0] * (5 - len(row)) + [1] * len(row) for row in ROWS]
-    return torch.tensor(rows), torch.tensor(mask if side == "left" else [row[::-1] for row in mask])
-
-
-def test_pooling_takes_the_first_vector_the_last_or_the_mean_of_each_document():
+def test_pooling_takes_the_first_the_last_or_the_mean():
     hidden = torch.arange(18.0).reshape(9, 2)  # documents are rows 0-4, 5 and 6-8
     batch = Ragged.build(ROWS)
     assert_close(pooled(hidden, batch, "first"), torch.tensor([[0.0, 1.0], [10.0, 11.0], [12.0, 13.0]]))
@@ -47,7 +41,7 @@ def test_classes_of_a_document_do_not_depend_on_the_call_or_on_padding(config, s
     model = roughen(build_model({**config, "num_labels": 3}, "sequence"))
     scores = model(batch=Ragged.build(ROWS)).logits
     assert scores.shape == (3, 3)
-    assert_close(model(*padded(side)).logits, scores)
+    assert_close(model(*padded(ROWS, side)).logits, scores)
     alone = torch.cat([model(torch.tensor([row])).logits for row in ROWS])
     assert_close(scores, alone, atol=1e-5, rtol=1e-5)
 
@@ -57,7 +51,7 @@ def test_classes_of_a_document_do_not_depend_on_the_call_or_on_padding(config, s
 def test_scores_of_tokens_lie_at_their_places_with_zeros_at_padding(task, columns):
     model = roughen(build_model({**BERT, "num_labels": 3}, task))
     scores = model(batch=Ragged.build(ROWS)).logits
-    ids, mask = padded("left")
+    ids, mask = padded(ROWS, "left")
     rectangle = model(ids, mask).logits
     assert rectangle.shape == (3, 5, columns)
     assert_close(rectangle[mask.bool()], scores)
@@ -72,7 +66,7 @@ def test_the_second_sentence_of_a_pair_is_told_apart_by_its_segment():
     assert_close(model(ids, None, torch.zeros_like(ids)).logits, model(ids).logits)
 
 
-def test_a_classification_head_drops_before_and_after_its_transform_in_training_only():
+def test_a_classification_head_drops_in_training_only():
     head = ClassificationHeadSpec(4, bias=False, input_dropout=0.5).build(4)
     nn.init.eye_(head.output.weight)
     x = torch.ones(200, 4)
@@ -82,7 +76,7 @@ def test_a_classification_head_drops_before_and_after_its_transform_in_training_
     assert 0.4 < (found == 0).float().mean() < 0.6
 
 
-def test_an_encoder_with_one_class_scores_texts_and_gives_no_values_of_tokens(tmp_path):
+def test_an_encoder_with_one_class_scores_texts_and_no_tokens(tmp_path):
     model = roughen(build_model(BERT, "scalar"))
     assert isinstance(model, SequenceClassifier)
     assert model(batch=Ragged.build(ROWS)).logits.shape == (3, 1)

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from alignment.adapters import DoRASpec, LoRASpec, attach
-from alignment.generation.engine import decode_responses
-from alignment.generation.sampling import SamplingConfig
+from alignment.generation import SamplingConfig, decode_responses
 from alignment.models import decoding_weights as joining
 from alignment.models.build import build_language_model
 from alignment.models.decoding_weights import decoding_weights

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from alignment import load_model
 from alignment.adapters import LoRASpec, PromptSpec, attach
-from alignment.loading import load_model
 from alignment.models.embedding_noise import add_embedding_noise
 from alignment.ragged import Ragged
 
@@ -22,7 +22,7 @@ def recorded(model, embedding):
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_the_noise_is_uniform_with_alpha_over_the_root_of_length_times_width(checkpoints, family):
+def test_the_noise_is_uniform_by_length_and_width(checkpoints, family):
     model = load_model(checkpoints[family]).train()
     add_embedding_noise(model, 5.0)
     seen = recorded(model, model.trunk.embed)

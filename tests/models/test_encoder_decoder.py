@@ -15,6 +15,7 @@ from alignment.models.layers.kv_cache import CrossAttentionCache
 from alignment.models.layers.padded_layout import pad_layouts, padding_mask
 from alignment.models.layers.sdpa import Source, cached_cross_attention, cross_attentions
 from alignment.ragged import Ragged, Seq2Seq
+from tests.examples import padded
 from tests.models.conftest import roughen
 
 T5 = {
@@ -93,7 +94,7 @@ def test_a_decoder_without_a_source_says_so(model):
         model.decoder(Ragged.build([[0, 5]]))
 
 
-def test_packings_of_sources_and_targets_hold_the_same_rows_in_the_same_order():
+def test_sources_and_targets_are_packed_in_the_same_order():
     ours, theirs = pad_layouts((300, 2, 5, 120), (1, 400, 5, 3), 8)
     assert len(ours.groups) > 1  # else the order could not differ
     order = {length: row for row, length in enumerate((300, 2, 5, 120))}
@@ -125,15 +126,6 @@ def test_batches_equal_pairs_alone_and_padded_ones_on_either_side(model):
     distributions = model(batch=batch, return_logits=True)
     assert_close(distributions.logits, torch.cat([row[:-1] for row in alone]), atol=1e-5, rtol=1e-5)
     assert_close(model.head(distributions.hidden), distributions.logits)
-
-
-def padded(rows, side):
-    width = max(map(len, rows))
-    ids, mask = torch.full((len(rows), width), 9), torch.zeros(len(rows), width, dtype=torch.bool)
-    for i, row in enumerate(rows):
-        place = slice(width - len(row), width) if side == "left" else slice(0, len(row))
-        ids[i, place], mask[i, place] = torch.tensor(row), True
-    return ids, mask
 
 
 def test_gradients_do_not_depend_on_how_pairs_are_batched(model):

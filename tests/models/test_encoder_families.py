@@ -153,7 +153,7 @@ def test_debertas_documents_may_be_longer_than_any_it_was_trained_on():
         absolute(batch=document)
 
 
-def test_new_encoders_have_no_dropout_and_loaded_ones_have_what_their_file_says(tmp_path):
+def test_new_encoders_have_no_dropout_and_loaded_ones_their_own(tmp_path):
     assert build_model({"model_type": "bert", **SHAPE}).spec.blocks[0].dropout == 0
     written("bert", "language", tmp_path)
     spec = load_pretrained(tmp_path, "language").spec

@@ -45,7 +45,7 @@ def test_experts_are_the_sum_over_the_chosen(kind, count, chosen, normalized):
     assert_close(layer(x), token_by_token(layer, x))
 
 
-def test_switch_trains_its_router_through_the_probability_of_the_one_chosen():
+def test_switch_trains_its_router_through_the_chosen_probability():
     # With one expert per token a normalized weight is 1 whatever the router says; Switch keeps the probability.
     x = torch.randn(20, WIDTH)
     for normalized, moves in ((True, False), (False, True)):

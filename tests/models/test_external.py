@@ -10,12 +10,11 @@ from torch.testing import assert_close
 
 from alignment.adapters import PrefixSpec, attach
 from alignment.errors import UserError
-from alignment.generation.beam_search import BeamConfig, beam_search
-from alignment.generation.engine import decode_responses
-from alignment.generation.sampling import SamplingConfig
+from alignment.generation import BeamConfig, SamplingConfig, beam_search, decode_responses
 from alignment.models.external.load import load_external, save_external
 from alignment.models.external.rectangles import RereadCache, SharedCache, groups_with_little_padding
 from alignment.ragged import Ragged, Seq2Seq
+from tests.examples import padded
 from tests.models.conftest import written_by_transformers as written
 
 SMALL = {"vocab_size": 101, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -46,16 +45,6 @@ FNET = {key: value for key, value in MPNET.items() if key != "num_attention_head
 DOCUMENTS = [[5, 9, 44, 3, 8, 61, 99, 7, 31, 15, 16, 23, 42], [88], [17, 3, 90, 21], [6, 6, 7]]
 
 
-def rectangle(documents, side="right", filler=0):
-    width = max(map(len, documents))
-    rows = [(document, [1] * len(document), width - len(document)) for document in documents]
-    if side == "left":
-        ids, mask = zip(*(([filler] * n + row, [0] * n + ones) for row, ones, n in rows), strict=True)
-    else:
-        ids, mask = zip(*((row + [filler] * n, ones + [0] * n) for row, ones, n in rows), strict=True)
-    return torch.tensor(ids), torch.tensor(mask)
-
-
 @pytest.fixture(params=DECODERS)
 def decoder(request, tmp_path):
     """Ours, theirs."""
@@ -69,7 +58,7 @@ def test_logits_are_those_of_each_document_alone_wherever_padding_lies(decoder):
     assert ours.source == "transformers" and not ours.training and ours.spec.vocabulary == 101
     alone = [theirs(input_ids=torch.tensor([document])).logits[0] for document in DOCUMENTS]
     for side in ("left", "right"):
-        ids, mask = rectangle(DOCUMENTS, side, filler=77)
+        ids, mask = padded(DOCUMENTS, side, filler=77)
         logits = ours(ids, mask).logits
         assert_close(logits[mask.bool()], torch.cat(alone), atol=2e-5, rtol=1e-5)
         assert logits[~mask.bool()].abs().sum() == 0
@@ -79,7 +68,7 @@ def test_logits_are_those_of_each_document_alone_wherever_padding_lies(decoder):
 def test_ragged_log_probs_equal_those_of_padded_logits(decoder):
     ours, _ = decoder
     batch = Ragged.build(DOCUMENTS)
-    ids, mask = rectangle(DOCUMENTS)
+    ids, mask = padded(DOCUMENTS)
     real = mask[:, 1:].bool()
     for temperature in (1.0, 0.7):
         log_softmax = (ours(ids, mask).logits[:, :-1] / temperature).log_softmax(-1)
@@ -230,7 +219,7 @@ def test_a_scalar_model_has_one_value_per_token(family, tmp_path):
     alone = [theirs(input_ids=torch.tensor([document])).logits[0] for document in DOCUMENTS]
     assert_close(values[ends], torch.cat(alone), atol=2e-5, rtol=1e-5)
     for side in ("left", "right"):
-        ids, mask = rectangle(DOCUMENTS, side)
+        ids, mask = padded(DOCUMENTS, side)
         out = ours(ids, mask)
         assert_close(out.logits[:, 0], values[ends], atol=2e-5, rtol=1e-5)
         assert_close(out.values[mask.bool()], values, atol=2e-5, rtol=1e-5)
@@ -260,7 +249,7 @@ def test_an_encoder(tmp_path):
     ours = load_external(tmp_path)
     alone = torch.cat([theirs(input_ids=torch.tensor([document])).logits[0] for document in DOCUMENTS])
     for side in ("left", "right"):
-        ids, mask = rectangle(DOCUMENTS, side)
+        ids, mask = padded(DOCUMENTS, side)
         assert_close(ours(ids, mask).logits[mask.bool()], alone, atol=2e-5, rtol=1e-5)
     masks = [[i % 3 == 0 for i in range(len(document))] for document in DOCUMENTS]
     places = torch.tensor([flag for mask in masks for flag in mask]).nonzero().squeeze(1)
@@ -286,7 +275,7 @@ def test_classifiers(task, family, config, tmp_path):
     else:
         expected = torch.cat([out.logits if task == "sequence" else out.logits[0] for out in outs])
     assert_close(ours(batch=Ragged.build(DOCUMENTS)).logits, expected, atol=2e-5, rtol=1e-5)
-    ids, mask = rectangle(DOCUMENTS, "left")
+    ids, mask = padded(DOCUMENTS, "left")
     scores = ours(ids, mask).logits
     assert_close(scores if task == "sequence" else scores[mask.bool()], expected, atol=2e-5, rtol=1e-5)
 
@@ -301,7 +290,7 @@ def test_an_encoder_decoder(tmp_path):
         for source, target in zip(DOCUMENTS, targets, strict=True)
     ]
     for side in ("left", "right"):
-        (ids, mask), (target_ids, target_mask) = rectangle(DOCUMENTS, side), rectangle(targets, side)
+        (ids, mask), (target_ids, target_mask) = padded(DOCUMENTS, side), padded(targets, side)
         logits = ours(ids, mask, decoder_input_ids=target_ids, decoder_attention_mask=target_mask).logits
         assert_close(logits[target_mask.bool()], torch.cat(alone), atol=2e-5, rtol=1e-5)
     batch = Seq2Seq(Ragged.build(DOCUMENTS), Ragged.build(targets))
@@ -365,6 +354,6 @@ def test_other_refusals(tmp_path):
         attach(load_external(tmp_path / "m"), PrefixSpec())
 
 
-def test_documents_of_like_length_share_a_rectangle():
+def test_documents_of_like_length_share_a_padded():
     assert groups_with_little_padding([3, 3000, 5, 2900]) == [[1, 3], [2, 0]]  # 3 * 3000 - 5905 cells would be padding
     assert groups_with_little_padding([7, 7, 6]) == [[0, 1, 2]]

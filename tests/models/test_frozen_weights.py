@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+from alignment import load_model
 from alignment.adapters import LoRASpec, attach
-from alignment.loading import load_model
 from alignment.models import frozen_weights
 from alignment.models.frozen_weights import FrozenEmbedding, FrozenLinear, frozen_linear, store_frozen, train_in_float32
 from alignment.models.huggingface.checkpoint import load_language_model, load_scalar_model

@@ -8,6 +8,7 @@ from torch.testing import assert_close
 
 from alignment.losses import entropy, language
 from alignment.ragged import Ragged
+from tests.examples import padded
 
 
 def test_log_probs_are_the_log_softmax_at_the_token_before(model, documents):
@@ -76,16 +77,12 @@ def test_h23_score_is_read_at_the_last_real_token(scalar_model, documents):
         batch = Ragged.build(documents)
         scores = scalar_model(batch=batch).values[batch.last]
         alone = torch.cat([scalar_model(torch.tensor([document])).logits[:, 0] for document in documents])
-        width = max(map(len, documents)) + 3
-        for left in (True, False):
-            ids, mask = torch.full((len(documents), width), 9), torch.zeros(len(documents), width)
-            for row, document in enumerate(documents):
-                place = slice(width - len(document), width) if left else slice(0, len(document))
-                ids[row, place], mask[row, place] = torch.tensor(document), 1
+        for side in ("left", "right"):
+            ids, mask = padded(documents, side, extra=3)
             output = scalar_model(ids, mask)
             assert output.logits.shape == (len(documents), 1) and output.values.shape == ids.shape
             assert_close(output.logits[:, 0], scores, atol=1e-6, rtol=1e-6)
-            assert (output.values[mask == 0] == 0).all()
+            assert (output.values[~mask] == 0).all()
     assert_close(scores, alone, atol=1e-6, rtol=1e-6)
 
 

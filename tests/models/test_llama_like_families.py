@@ -129,7 +129,7 @@ def test_transformers_config_means_the_same_as_ours(name):
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "smollm3"])
-def test_the_trunk_of_a_span_head_serves_another_head_whose_file_names_it_otherwise(name, tmp_path):
+def test_the_trunk_of_a_span_head_serves_another_head(name, tmp_path):
     config = {"model_type": name, **TINY}
     span, batch = build_model(config, "span"), Ragged.build([[5, 6, 7], [8]])
     save_model(span, tmp_path)

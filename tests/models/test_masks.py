@@ -30,7 +30,7 @@ def test_equal_lengths_are_one_rectangle_without_copies():
     assert pad(x, layout)[0].data_ptr() == x.data_ptr()
 
 
-def test_short_documents_get_a_rectangle_of_their_own_where_that_saves_work():
+def test_short_documents_get_their_own_rectangle_where_it_saves_work():
     # 20 short ones at 4 heads: widening them from 16 to 112 columns costs 20 * 4 * (112^2 - 16^2), far above a call
     layout = pad_layout([110, *[10] * 20], heads=4)
     assert layout.groups == ((1, 112), (20, 16))

@@ -8,8 +8,7 @@ from torch.testing import assert_close
 
 from alignment.adapters import PromptSpec, attach
 from alignment.errors import UserError
-from alignment.generation import SamplingConfig
-from alignment.generation.engine import decode_responses
+from alignment.generation import SamplingConfig, decode_responses
 from alignment.models.build import build_language_model
 from alignment.models.huggingface.checkpoint import load_language_model
 from alignment.models.layers.padded_layout import attention_masks, layout_of, pad_layout
@@ -90,7 +89,7 @@ def test_decoding_behind_a_prefix_reads_it_as_training_does(both, documents):
     assert_close(torch.cat(found), expected, atol=2e-5, rtol=1e-4)
 
 
-def test_generated_tokens_are_the_likeliest_behind_a_prompt_read_in_both_directions(both, documents):
+def test_generated_tokens_are_the_likeliest_behind_a_prefix(both, documents):
     model, prompts = both[0].eval(), documents[:2]
     config = SamplingConfig(temperature=0, max_new_tokens=4)
     causal = decode_responses(model, prompts, config, []).token_ids

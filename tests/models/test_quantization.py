@@ -142,7 +142,7 @@ def test_int8_is_quantized_where_the_weights_lie():
 
 @pytest.mark.parametrize("quantize", KINDS)
 @pytest.mark.usefixtures("weights_on_a_gpu")
-def test_a_quantized_model_that_is_copied_moved_or_loaded_again_has_the_same_logits(low, quantize):
+def test_a_copied_moved_or_reloaded_model_has_the_same_logits(low, quantize):
     def load():
         return store_frozen(load_language_model(low("llama"), None), WeightsConfig(quantize=quantize))
 
@@ -196,7 +196,7 @@ def test_bytes_of_a_layer():
 
 
 @pytest.mark.parametrize("quantize", KINDS)
-def test_rounding_gives_the_matrices_of_the_quantized_model_and_their_errors(low, quantize):
+def test_rounding_gives_the_quantized_matrices_and_their_errors(low, quantize):
     plain, original = load_language_model(low("llama"), torch.float32), load_language_model(low("llama"), torch.float32)
     errors = round_blocks(plain, quantize)
     model = store_frozen(load_language_model(low("llama"), None), WeightsConfig(quantize=quantize))

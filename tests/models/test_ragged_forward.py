@@ -1,77 +1,24 @@
 """Documents do not see each other, and a row's numbers do not depend on how it was batched (I5, H08, H18, H33)."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
+from alignment.data.batches import Example, collate_pairs
 from alignment.errors import UserError
 from alignment.models.build import build_language_model
 from alignment.ragged import Ragged
+from tests.examples import padded, sides
+from tests.models.conftest import roughen
 
 TIGHT = {"atol": 1e-5, "rtol": 0}
 
 
-def pad(documents, side, extra=0):
-    width = max(map(len, documents)) + extra
-    ids = torch.full((len(documents), width), 9)
-    mask = torch.zeros(len(documents), width, dtype=torch.bool)
-    for row, document in enumerate(documents):
-        place = slice(width - len(document), width) if side == "left" else slice(0, len(document))
-        ids[row, place], mask[row, place] = torch.tensor(document), True
-    return ids, mask
-
-
-def log_probs_from_logits(logits, mask, documents):
-    """Of every token but each document's first, documents end to end."""
-    rows = [logits[row][mask[row]].log_softmax(-1) for row in range(len(documents))]
-    pieces = [row[:-1].gather(1, torch.tensor(doc)[1:, None])[:, 0] for row, doc in zip(rows, documents, strict=True)]
-    return torch.cat(pieces)
-
-
-def test_i5_log_probs_do_not_depend_on_side_pad_length_batch_mates_or_packing(model, documents, batch):
-    with torch.no_grad():
-        packed = model(batch=batch).log_probs
-        alone = torch.cat([model(batch=Ragged.build([document])).log_probs for document in documents])
-        assert_close(packed, alone, **TIGHT)
-        for side in ("left", "right"):
-            for extra in (0, 1, 5):
-                ids, mask = pad(documents, side, extra)
-                assert_close(log_probs_from_logits(model(ids, mask).logits, mask, documents), packed, **TIGHT)
-
-
-def test_h08_a_neighbor_replaced_changes_nothing(model, documents, batch):
-    other = [[(token + 17) % 61 for token in documents[0]], *documents[1:]]
-    with torch.no_grad():
-        before, after = model(batch=batch).log_probs, model(batch=Ragged.build(other)).log_probs
-    first = len(documents[0]) - 1
-    assert not torch.allclose(before[:first], after[:first], atol=1e-3)
-    assert_close(before[first:], after[first:], atol=1e-6, rtol=0)
-
-
-def test_a_later_token_changes_no_earlier_log_prob(model):
-    document = list(range(20))
-    changed = [*document[:-1], 50]
-    with torch.no_grad():
-        a, b = (model(batch=Ragged.build([d])).log_probs for d in (document, changed))
-    assert_close(a[:-1], b[:-1], atol=0, rtol=0)
-
-
-def test_gradient_of_a_packed_batch_is_the_sum_of_its_documents(model, documents, batch):
-    def gradients(batches):
-        model.zero_grad()
-        for one in batches:
-            (-model(batch=one).log_probs.sum()).backward()
-        return [parameter.grad.clone() for parameter in model.parameters()]
-
-    packed = gradients([batch])
-    apart = gradients([Ragged.build([document]) for document in documents if len(document) > 1])
-    for a, b in zip(packed, apart, strict=True):
-        assert_close(a, b, atol=1e-4, rtol=1e-4)
-
-
 def test_logits_at_padding_are_zero_and_gradients_flow(model, documents):
-    ids, mask = pad(documents, "left", 2)
+    ids, mask = padded(documents, "left", 2)
     logits = model(ids, mask).logits
     assert logits.shape == (*ids.shape, 61)
     assert (logits[~mask] == 0).all() and (logits[mask] != 0).any()
@@ -84,7 +31,7 @@ def test_an_empty_row_is_refused(model):
         model(torch.ones(2, 3, dtype=torch.long), torch.tensor([[1, 1, 1], [0, 0, 0]]))
 
 
-def test_too_long_a_document_is_refused_by_name(model):
+def test_h20_too_long_a_document_is_refused_by_name(model):
     batch = Ragged.build([[1, 2], [1] * 97], row_ids=["a:1", "a:2"])
     with pytest.raises(UserError, match=r"97 tokens \(row a:2\).*96 positions"):
         model(batch=batch)
@@ -137,3 +84,63 @@ def test_bfloat16_autocast_stays_near_fp32(model, batch):
     # bfloat16 keeps 8 bits: logits here are near 5, so a few hundredths per logit
     assert (exact - rounded).abs().mean() < 0.05
     assert (exact - rounded).abs().max() < 0.3
+
+
+ROTARY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+ROTARY |= {"num_key_value_heads": 2}
+MODELS: dict[str, dict[str, Any]] = {  # learned positions, rotary ones, biases by relative position, a window
+    "gpt2": {"n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4},
+    "llama": {"max_position_embeddings": 64, **ROTARY},
+    "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4},
+    "mistral": {"max_position_embeddings": 64, "sliding_window": 7, **ROTARY},
+}
+
+
+def drawn(length: int, seed: int) -> list[int]:
+    return torch.randint(3, 61, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def padded_log_probs(model: Any, examples: list[Example], side: str, extra: int = 0) -> torch.Tensor:
+    """Log-probabilities of all targets from the logits of a padded rectangle, [M]."""
+    ids, mask = padded([each.ids for each in examples], side, extra)
+    found = []
+    for row, logits in enumerate(model(ids, mask).logits):
+        tokens, log_probs = ids[row][mask[row]], logits[mask[row]].log_softmax(-1)
+        counts = torch.tensor(examples[row].mask[1:])
+        found.append(log_probs[:-1].gather(1, tokens[1:, None])[counts, 0])
+    return torch.cat(found)
+
+
+def gradient(model: Any, loss: torch.Tensor) -> torch.Tensor:
+    model.zero_grad()
+    loss.backward()
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_h18_padded_packed_and_shared_pairs_have_one_gradient(family):
+    """Pairs as a rectangle padded on the left or right, as documents end to end, and with each prompt once."""
+    torch.manual_seed(0)
+    model = roughen(build_language_model({"model_type": family, "vocab_size": 61, **MODELS[family]})).eval()
+    pairs = []
+    for number, (prompt_length, chosen, rejected) in enumerate(((20, 9, 3), (4, 12, 15), (11, 1, 6))):
+        prompt = drawn(prompt_length, number)
+        responses = [drawn(length, 10 * number + side + 5) for side, length in enumerate((chosen, rejected))]
+        pairs.append(Example.answered(prompt, responses, str(number)))
+    order = sorted(pairs, key=lambda pair: -max(len(pair.documents[0]), len(pair.documents[1])))
+    documents = [sides(pair)[0] for pair in order] + [sides(pair)[1] for pair in order]
+    [packed], [shared] = (collate_pairs(pairs, 1000, share_prompts=share) for share in (False, True))
+    assert len(shared.ragged.tokens) == len(packed.ragged.tokens) - 35
+    forms = {
+        "packed": lambda: model(batch=packed.ragged).log_probs,
+        "shared": lambda: model(batch=shared.ragged).log_probs,
+        "padded left": lambda: padded_log_probs(model, documents, "left"),
+        "padded right": lambda: padded_log_probs(model, documents, "right", extra=5),
+    }
+    expected = forms["packed"]()
+    expected_gradient = gradient(model, -expected.mean())
+    for name in ("shared", "padded left", "padded right"):
+        found = forms[name]()
+        assert abs(found.mean().item() - expected.mean().item()) <= 1e-6, name
+        difference = gradient(model, -found.mean()) - expected_gradient
+        assert difference.norm() <= 1e-6 * expected_gradient.norm(), name

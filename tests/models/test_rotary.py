@@ -243,3 +243,15 @@ LLAMA_3 = {**ROPES["llama3"], "original_max_position_embeddings": 8192}
 def test_old_and_new_rope_keys(keys, expected):
     spec = family_of({"model_type": "llama"}).spec_from_config({"model_type": "llama", **keys})
     assert spec.blocks[0].attention.rotary == expected
+
+
+def test_h19_angles_stay_in_fp32_in_a_model_of_lower_precision():
+    # In bf16 positions 256 and 257 are one number, and an angle of 200 radians is off by up to half a radian.
+    spec, positions = RotarySpec(1e4, 32), torch.arange(512)
+    exact = positions.double()[:, None] * 1e4 ** (-torch.arange(0, 32, 2).double() / 32)
+    cast = Rotary(spec)
+    cast(positions, len(positions), lambda: positions)  # a table that is there when the model is cast
+    for rotary in (Rotary(spec), Rotary(spec).to(torch.bfloat16), cast.to(torch.bfloat16)):
+        cosines, sines = rotary(positions, len(positions), lambda: positions)
+        assert_close(cosines[:, 0, :16], exact.cos().float(), atol=1e-4, rtol=0)
+        assert_close(sines[:, 0], exact.sin().float(), atol=1e-4, rtol=0)

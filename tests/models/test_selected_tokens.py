@@ -4,7 +4,6 @@ from functools import partial
 
 import pytest
 import torch
-import yaml
 from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -13,10 +12,7 @@ from alignment.models import transformer
 from alignment.models.build import build_language_model, build_scalar_model
 from alignment.models.classifiers import values_before_targets
 from alignment.ragged import Ragged
-from tests.models.conftest import CONFIGS, PARITY_CASES, roughen
-
-CASES = {path.stem: yaml.safe_load(path.read_text()) for path in sorted(PARITY_CASES.glob("*.yaml"))}
-DECODERS = {name: case for name, case in CASES.items() if case["kind"] == "decoder"}
+from tests.models.conftest import CONFIGS, DECODERS, roughen
 
 
 def batch_of(vocabulary: int) -> Ragged:

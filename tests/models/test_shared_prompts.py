@@ -1,31 +1,33 @@
 """A prompt computed once for several responses gives the numbers and gradients of prompts computed apart."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
 from torch.testing import assert_close
 
 from alignment.adapters import BottleneckSpec, DoRASpec, IA3Spec, LoRASpec, PrefixSpec, PromptSpec, attach
 from alignment.models.build import build_model
-from alignment.models.layers import AttentionSpec, BlockSpec, PlainFeedForwardSpec, RMSNormSpec
+from alignment.models.layers import (
+    AttentionSpec,
+    BlockSpec,
+    DynamicScaling,
+    LongScaling,
+    PlainFeedForwardSpec,
+    RMSNormSpec,
+    RotarySpec,
+    YarnScaling,
+)
 from alignment.models.layers.layer_contexts import varlen_attentions
 from alignment.models.layers.padded_layout import attention_masks, shared_layouts
-from alignment.models.layers.rotary import DynamicScaling, LongScaling, RotarySpec, YarnScaling, equal_angles
+from alignment.models.layers.rotary import equal_angles
 from alignment.models.layers.sdpa import padded_attention
 from alignment.models.shared_prompts import prompt_sharing, supports_shared_prompts
 from alignment.ragged import Ragged
+from tests.models.conftest import DECODERS, PARITY_CASES
+from tests.models.test_attention import stand_in
 
-from .test_attention import stand_in
-
-CASES = {
-    path.stem: yaml.safe_load(path.read_text(encoding="utf-8"))
-    for path in sorted((Path(__file__).parents[2] / "scripts" / "parity_cases").glob("*.yaml"))
-}
-DECODERS = [name for name, case in CASES.items() if case["kind"] == "decoder"]
-VARIANTS = [(name, variant) for name in DECODERS for variant in CASES[name]["variants"]]
+VARIANTS = [(name, variant) for name, case in DECODERS.items() for variant in case["variants"]]
 # Tokens of a prompt and of its responses: K = 2 and K = 4, longer than every window here, one token, and no prompt at all.
 GROUPS = ((70, (20, 7)), (12, (5, 31, 1, 16)), (0, (9, 14)), (55, (3, 40)), (1, (2, 6)), (12, (4,)))
 RELATIVE = 1e-6  # norm of all differences to the norm of all values; twice that for the largest of each; fp32
@@ -33,7 +35,11 @@ RELATIVE = 1e-6  # norm of all differences to the norm of all values; twice that
 
 def build(name: str, variant: str, task: str = "language", **changes: Any) -> Any:
     torch.manual_seed(0)
-    config = {"model_type": CASES[name]["model_type"], **CASES[name]["config"], **CASES[name]["variants"][variant]}
+    config = {
+        "model_type": PARITY_CASES[name]["model_type"],
+        **PARITY_CASES[name]["config"],
+        **PARITY_CASES[name]["variants"][variant],
+    }
     return roughened(build_model({**config, **changes}, task)).eval()
 
 
@@ -96,12 +102,13 @@ def assert_sharing_changes_nothing(model: Any, groups=GROUPS) -> None:
 
 @pytest.mark.parametrize(("name", "variant"), VARIANTS, ids=[", ".join(case) for case in VARIANTS])
 def test_log_probs_and_gradients_of_every_decoder(name, variant):
+    """[H08] No response reads another one of its prompt."""
     assert_sharing_changes_nothing(build(name, variant))
 
 
 @pytest.mark.parametrize("name", [name for name in DECODERS if name != "smollm3"])
 def test_values_and_gradients_of_every_decoder(name):
-    variant = next(iter(CASES[name]["variants"]))
+    variant = next(iter(PARITY_CASES[name]["variants"]))
     assert_sharing_changes_nothing(build(name, variant, "scalar"))
 
 
@@ -128,7 +135,7 @@ ADAPTERS = {
     + [("falcon", kind) for kind in ("prefix", "prompt")],  # its biases depend on the key's own position
 )
 def test_adapters(name, kind):
-    model = build(name, "rw" if name == "falcon" else next(iter(CASES[name]["variants"])))
+    model = build(name, "rw" if name == "falcon" else next(iter(PARITY_CASES[name]["variants"])))
     roughened(attach(model, ADAPTERS[kind]))
     assert_sharing_changes_nothing(model)
 
@@ -224,7 +231,7 @@ def test_who_shares_and_what_the_run_is_told():
     assert supports_shared_prompts(decoder) and not supports_shared_prompts(encoder)
     assert supports_shared_prompts(build("gemma2", "plain", "scalar"))
     assert not supports_shared_prompts(build("gpt2", "gelu", "sequence"))  # reads whole documents
-    assert not supports_shared_prompts(build("t5", next(iter(CASES["t5"]["variants"]))))
+    assert not supports_shared_prompts(build("t5", next(iter(PARITY_CASES["t5"]["variants"]))))
     assert prompt_sharing([decoder, None, decoder], wanted=True, note=notes.append) is True
     assert prompt_sharing([encoder], wanted=False, note=notes.append) is False and notes == []
     assert prompt_sharing([decoder, encoder], wanted=True, note=notes.append) is False

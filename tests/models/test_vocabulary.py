@@ -2,13 +2,14 @@
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch.testing import assert_close
 
+from alignment import load_model, load_tokenizer
 from alignment.adapters import LoRASpec
 from alignment.cli import main
 from alignment.commands.export import export_model
@@ -18,15 +19,15 @@ from alignment.data.text.chat import stop_token_ids
 from alignment.data.tokenize import tokenize_demonstrations
 from alignment.data.tokenizers.tokenizer import encode
 from alignment.errors import UserError
-from alignment.loading import load_model, load_tokenizer
 from alignment.models.huggingface.checkpoint import load_language_model
 from alignment.models.new_weights import grow_vocabulary
 from alignment.training import TrainingConfig
-from tests.stopping import run_stopped
+from tests.conftest import write_lines
+from tests.stopping import assert_goes_on
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_h21_new_tokens_start_at_the_mean_and_config_weights_and_tokenizer_agree(family, checkpoints, tmp_path):
+def test_h21_new_tokens_start_at_the_mean_everywhere(family, checkpoints, tmp_path):
     from transformers import AutoModelForCausalLM
 
     source = checkpoints[family]
@@ -61,7 +62,7 @@ def test_h21_a_model_with_new_tokens_is_trained_saved_and_loaded(adapter, checkp
         assert_close(AutoModelForCausalLM.from_pretrained(trained)(ids).logits, logits, rtol=1e-4, atol=1e-5)
 
 
-def test_a_stage_refuses_a_template_whose_tokens_are_missing_before_it_loads_a_model(checkpoints, make_stage, tmp_path):
+def test_a_template_without_its_tokens_is_refused_early(checkpoints, make_stage, tmp_path):
     run, config = make_stage("sft", checkpoints["gpt2"], tmp_path, chat_template="chatml")
     with pytest.raises(UserError, match=r"no special token <\|im_start\|>.*alignment export"):
         run(config)
@@ -77,7 +78,7 @@ TOOLS, TURN = ("<tool>", "</tool>"), ("<turn>", "</turn>")
 
 
 def write_rows(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_lines(path, rows)
     return DataConfig(train=str(path), max_length=256)
 
 
@@ -166,8 +167,8 @@ def test_a_stage_adds_tokens_trains_their_rows_and_goes_on_bit_for_bit(kind, cal
     if kind == "pretrain":
         calls = write_rows(tmp_path / "texts.jsonl", [{"text": f"Go <tool>look {n}</tool>"} for n in range(4)])
     settings = {"data": calls, "add_tokens": (*TOOLS, "<idle>"), "training": TrainingConfig(batch_size=2, epochs=2)}
-    run, config = make_stage(kind, checkpoints["llama"], tmp_path / "run", **settings)
-    trained = str(run(config))
+    make = partial(make_stage, kind, checkpoints["llama"], **settings)
+    trained = str(assert_goes_on(lambda name: make(output=tmp_path / name), 2, tmp_path))
     known = len(load_tokenizer(checkpoints["llama"]))
     assert encode(load_tokenizer(trained), ["<tool></tool><idle>"]) == [[known, known + 1, known + 2]]
     start, end = load_model(checkpoints["llama"]).trunk.embed.weight, load_model(trained).trunk.embed.weight
@@ -175,13 +176,9 @@ def test_a_stage_adds_tokens_trains_their_rows_and_goes_on_bit_for_bit(kind, cal
     moved = (end[known:] - start[:known].mean(0)).abs().amax(1)
     assert len(end) == known + 3 and min(moved[:2]) > 1e-4 and moved[2] < 1e-6
     assert equals_transformers(trained, [3, known, 5, known + 1])
-    run, again = make_stage(kind, checkpoints["llama"], tmp_path / "stopped", **settings)
-    assert run_stopped(run, again, 2) == 143
-    weights = load_file(run(again) / "model.safetensors")
-    assert all(torch.equal(tensor, weights[name]) for name, tensor in load_file(f"{trained}/model.safetensors").items())
 
 
-def test_control_tokens_of_a_stage_are_there_before_its_template_is_checked(checkpoints, make_stage, tmp_path):
+def test_control_tokens_are_added_before_the_template_is_checked(checkpoints, make_stage, tmp_path):
     """ "<turn>" in a user's text stays text; the template's own are the new tokens, and DPO starts from what is saved."""
     talk = [{"role": "user", "content": "Hi <turn>"}, {"role": "assistant", "content": "Hello"}]
     data = write_rows(tmp_path / "talk.jsonl", [{"messages": talk}] * 4)
@@ -195,9 +192,7 @@ def test_control_tokens_of_a_stage_are_there_before_its_template_is_checked(chec
     assert load_model(str(run(config))).trunk.embed.num_embeddings == known + 2
 
 
-def test_with_an_adapter_tokens_are_added_by_export_and_trained_by_its_token_rows(
-    calls, checkpoints, make_stage, tmp_path
-):
+def test_with_an_adapter_export_adds_tokens_and_token_rows_train(calls, checkpoints, make_stage, tmp_path):
     for kind in ("sft", "pretrain"):
         with pytest.raises(ValueError, match=r"alignment export.*token_rows"):
             make_stage(kind, checkpoints["llama"], tmp_path, add_tokens=TOOLS, adapter=LoRASpec(rank=2))

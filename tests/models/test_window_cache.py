@@ -8,14 +8,12 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from alignment.generation import DecodingEngine, DecodingRequest, SamplingConfig
-from alignment.generation.beam_search import BeamConfig, beam_search
+from alignment.generation import BeamConfig, DecodingEngine, DecodingRequest, SamplingConfig, beam_search
 from alignment.models.build import build_language_model
 from alignment.models.init_weights import initialize
 from alignment.models.language_model import LanguageModel
-from alignment.models.layers import AttentionSpec
+from alignment.models.layers import AttentionSpec, RelativeBiasSpec
 from alignment.models.layers.kv_cache import Cache
-from alignment.models.layers.positions import RelativeBiasSpec
 from alignment.ragged import Ragged
 
 SHAPE = {

@@ -12,11 +12,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from alignment.models.build import build_language_model
-from alignment.models.layers import AttentionSpec, BlockSpec, PlainFeedForwardSpec, RMSNormSpec
+from alignment.models.layers import (
+    AlibiSpec,
+    AttentionSpec,
+    BlockSpec,
+    PlainFeedForwardSpec,
+    RelativeBiasSpec,
+    RMSNormSpec,
+)
 from alignment.models.layers.attention import AttentionFn
 from alignment.models.layers.layer_contexts import PositionModules, padded_attentions
 from alignment.models.layers.padded_layout import pad_layout, shared_layouts
-from alignment.models.layers.positions import AlibiSpec, RelativeBiasSpec
 from alignment.models.layers.windowed import windowed_attentions
 from alignment.ragged import Ragged
 

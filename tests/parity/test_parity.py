@@ -27,6 +27,7 @@ EXACT = {"export": 0.0, "greedy": 0, "beam": 0}
 
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
 def test_i11_everything_equals_transformers(case, tmp_path):
+    """[H19, H20]"""
     found = parity.case_measures(case, tmp_path)
     expected = {"left", "right", "ragged", "grad", "export"}
     assert set(found) == expected | ({"cache", "greedy", "beam"} if case.kind != "encoder" else set())

@@ -214,7 +214,7 @@ def trl_reference_free(trainer_class, policy, **settings):
     return MethodType(trainer_class.get_batch_loss_metrics, trainer)(model, concatenated(make_pairs()))[0]
 
 
-def test_simpo_and_cpo_with_its_likelihood_have_the_loss_and_gradients_of_trl():
+def test_simpo_and_cpo_have_the_loss_and_gradients_of_trl():
     from trl.experimental.cpo import CPOTrainer
 
     policy, reference = make_models()
@@ -225,7 +225,7 @@ def test_simpo_and_cpo_with_its_likelihood_have_the_loss_and_gradients_of_trl():
     compare(policy, ours(policy, reference, given, loss="cpo", beta=0.2, label_smoothing=0.1, sft_coef=0.7), wanted)
 
 
-def test_orpo_has_the_odds_ratio_term_of_trl_whose_likelihood_is_of_the_prompt_too():
+def test_orpo_has_the_odds_ratio_term_of_trl():
     """The paper's L_SFT is that of the chosen response; trl takes the mean over prompt and response."""
     from trl.experimental.orpo import ORPOTrainer
 

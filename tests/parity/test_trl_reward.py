@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
+from alignment import load_tokenizer
 from alignment.algorithms.reward import RewardLoss, objective_loss_fn
 from alignment.data.batches import Example, collate_pairs, collate_rankings, collate_steps
 from alignment.data.tokenizers.tokenizer import save_tokenizer
-from alignment.loading import load_tokenizer
 from alignment.models.huggingface.checkpoint import load_scalar_model, save_model
 from tests.examples import pair_example, ranked_example, sides, step_example
 

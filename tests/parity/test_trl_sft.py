@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
+from alignment import load_model
 from alignment.algorithms.sft import SFTConfig, language_loss_fn
 from alignment.data.batches import Example, collate, collate_whole
 from alignment.data.config import DataConfig
-from alignment.loading import load_model
 from alignment.models.embedding_noise import add_embedding_noise
 from alignment.models.huggingface.checkpoint import save_model
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from alignment.adapters.specs import LoRASpec
+from alignment.adapters import LoRASpec
 from alignment.algorithms.reward import EnsembleConfig, RewardConfig
 from alignment.data.config import DataConfig
 from alignment.errors import UserError

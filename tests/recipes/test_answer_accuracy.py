@@ -11,13 +11,14 @@ from alignment.errors import UserError
 from alignment.generation import Generation
 from alignment.pipeline.stages import load_stage_file
 from alignment.statistics.winrate import accuracy_gain, win_rate
+from tests.conftest import write_lines
 
 answer_accuracy: Any = load_stage_file(packaged_folder("recipes") / "verifiable/answer_accuracy.py")
 AnswerAccuracyConfig, run = answer_accuracy.AnswerAccuracyConfig, answer_accuracy.run
 
 
 def write_prompts(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(path, rows)
     return DataConfig(train=str(path))
 
 

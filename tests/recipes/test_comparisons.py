@@ -9,9 +9,10 @@ import pytest
 from alignment.config.load import packaged_folder
 from alignment.data.config import DataConfig
 from alignment.errors import UserError
-from alignment.generation.generate import Generation
+from alignment.generation import Generation
 from alignment.hotel_world.grammar import best_reply
 from alignment.pipeline.stages import load_stage_file
+from tests.conftest import read_lines
 
 comparisons: Any = load_stage_file(packaged_folder("recipes") / "overoptimization/comparisons.py")
 
@@ -28,7 +29,7 @@ def config_of(world, tmp_path, checkpoints, **changes):
 
 
 def rows_of(directory):
-    return [json.loads(line) for line in (directory / "comparisons.jsonl").read_text().splitlines()]
+    return read_lines(directory / "comparisons.jsonl")
 
 
 def test_each_pair_is_of_the_policies_whose_turn_it_is(world, tmp_path, checkpoints, monkeypatch):

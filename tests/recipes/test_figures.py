@@ -16,6 +16,7 @@ from alignment.hotel_world.gold import preference
 from alignment.hotel_world.grammar import best_reply, is_prompt, parse_prompt
 from alignment.pipeline.run import plan, run_recipe
 from alignment.pipeline.stages import load_stage_file
+from tests.conftest import read_lines, write_lines
 
 FOLDER = packaged_folder("recipes") / "figures"
 labelers: Any = load_stage_file(FOLDER / "labelers.py")
@@ -39,12 +40,8 @@ def panel(**changes):
     return labelers.PanelConfig(**{"count": 3, "spread": 0.3, "length_spread": 0.02, "seed": 1} | changes)
 
 
-def rows_of(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def world_rows(world, name):
-    return rows_of(Path(world[name]))
+    return read_lines(Path(world[name]))
 
 
 def test_preference_by_hand():
@@ -75,13 +72,13 @@ def test_labels_do_not_depend_on_those_of_the_file(world, tmp_path):
     rows = world_rows(world, "comparisons")
     for name, swapped in (("a", False), ("b", True)):
         turned = [{**row, "chosen": row["rejected"], "rejected": row["chosen"]} if swapped else row for row in rows]
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in turned))
+        write_lines(tmp_path / f"{name}.jsonl", turned)
     found = []
     for name in "ab":
         config = labelers.LabelConfig(
             {"x": str(tmp_path / f"{name}.jsonl")}, {"p": panel(), "q": panel(seed=2)}, str(tmp_path / name)
         )
-        found.append(rows_of(labelers.label(config) / "x.jsonl"))
+        found.append(read_lines(labelers.label(config) / "x.jsonl"))
     assert found[0] == found[1] and {row["labeler"] for row in found[0]} <= {0, 1, 2}
     results = json.loads((tmp_path / "a/results.json").read_text())["x"]
     assert results["comparisons"] == len(rows) and 0.5 < results["p"] < 1 and results["p"] != results["q"]
@@ -92,7 +89,7 @@ def test_labels_do_not_depend_on_those_of_the_file(world, tmp_path):
 
 def test_an_example_stands_before_the_same_request(world, tmp_path):
     config = votes.FewShotConfig(DataConfig(train=str(world["prompts_eval"]), max_length=256), str(tmp_path))
-    made = [row["prompt"] for row in rows_of(votes.few_shot(config) / "prompts.jsonl")]
+    made = [row["prompt"] for row in read_lines(votes.few_shot(config) / "prompts.jsonl")]
     bare = [row["prompt"] for row in world_rows(world, "prompts_eval")]
     assert [parse_prompt(text) for text in made] == [parse_prompt(text) for text in bare]
     assert all(is_prompt(text) and text.count("\nGuest ") == 2 for text in made)
@@ -104,7 +101,7 @@ def write_responses(path, prompts, texts):
         {"id": str(i), "prompt": prompt, "responses": {name: own[i] for name, own in texts.items()}}
         for i, prompt in enumerate(prompts)
     ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(path, rows)
     return str(path)
 
 
@@ -131,8 +128,8 @@ def test_votes_of_every_panel_on_every_policy(world, tmp_path):
 
 def test_prompts_that_do_not_match_are_refused(world, tmp_path):
     config = judge_config(world, tmp_path)
-    rows = rows_of(tmp_path / "b.jsonl")
-    (tmp_path / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[::-1]))
+    rows = read_lines(tmp_path / "b.jsonl")
+    write_lines(tmp_path / "b.jsonl", rows[::-1])
     with pytest.raises(UserError, match=r"b.jsonl: its prompts do not ask the same"):
         votes.judge(config)
     with pytest.raises(UserError, match="baseline: SFD has no responses"):

@@ -11,6 +11,7 @@ from alignment.data.config import DataConfig
 from alignment.errors import UserError
 from alignment.pipeline.stages import load_stage_file
 from alignment.reward_model import RewardModel
+from tests.conftest import write_lines
 
 label_accuracy: Any = load_stage_file(packaged_folder("recipes") / "sentiment/label_accuracy.py")
 LabelAccuracyConfig, best_threshold = label_accuracy.LabelAccuracyConfig, label_accuracy.best_threshold
@@ -36,7 +37,7 @@ def scores_by_word(monkeypatch):
 
 def rows(path, labels):
     lines = [{"prompt": "Review:", "completion": word, "label": label} for word, label in labels]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(path, lines)
     return DataConfig(str(path))
 
 

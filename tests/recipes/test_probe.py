@@ -13,12 +13,13 @@ from alignment.errors import UserError
 from alignment.hotel_world.datasets import FOLDS, RANGES
 from alignment.hotel_world.grammar import find_claims, fold
 from alignment.pipeline.stages import load_stage_file
+from tests.conftest import write_lines
 
 probes: Any = load_stage_file(packaged_folder("recipes") / "alignment_tax/probe.py")
 
 
 def write(path, rows):
-    path.write_text("".join(json.dumps({"text": text, "label": label}) + "\n" for text, label in rows))
+    write_lines(path, ({"text": text, "label": label} for text, label in rows))
     return str(path)
 
 

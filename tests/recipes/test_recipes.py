@@ -132,7 +132,7 @@ def test_make_quickstart_checks_the_run_against_its_expectations():
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_without_data_or_network_a_recipe_is_planned_and_its_run_ends_in_one_line(name, tmp_path, monkeypatch):
+def test_without_data_or_network_a_recipe_ends_in_one_line(name, tmp_path, monkeypatch):
     """Those on generated rows name no set; of the others each set is told with its label and the way to a copy."""
 
     def refuse(*rest, **options):

@@ -10,6 +10,7 @@ from alignment.config.load import packaged_folder
 from alignment.data.rows.read import read_rows
 from alignment.errors import UserError
 from alignment.pipeline.stages import load_stage_file
+from tests.conftest import read_lines, write_lines
 
 rows_of: Any = load_stage_file(packaged_folder("recipes") / "rows.py")
 SplitConfig, PairsConfig, ContinuationsConfig = rows_of.SplitConfig, rows_of.PairsConfig, rows_of.ContinuationsConfig
@@ -17,18 +18,13 @@ SplitConfig, PairsConfig, ContinuationsConfig = rows_of.SplitConfig, rows_of.Pai
 HALVES = {"train": 0.5, "heldout": 0.5}
 
 
-def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 def read(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return read_lines(path)
 
 
 def test_every_row_is_in_one_part_as_it_was(tmp_path):
     rows = [{"prompt": f"p{n}", "completion": "c", "note": n} for n in range(60)]
-    source = write(tmp_path / "rows.jsonl", rows)
+    source = write_lines(tmp_path / "rows.jsonl", rows)
     rows_of.split(SplitConfig(source, "demonstrations", HALVES, str(tmp_path / "out")))
     parts = [read(tmp_path / "out" / f"{name}.jsonl") for name in HALVES]
     assert sorted(parts[0] + parts[1], key=lambda row: row["note"]) == rows
@@ -46,7 +42,7 @@ def test_equal_prompts_and_equal_openings_stay_together(tmp_path, by):
     rows = [{"prompt": turns.format(n), "chosen": "a", "rejected": "b"} for n in range(30)]
     rows += [{"prompt": f"\n\nHuman: question {n}\n\nAssistant:", "chosen": "c", "rejected": "d"} for n in range(30)]
     rows_of.split(
-        SplitConfig(write(tmp_path / "rows.jsonl", rows), "comparisons", HALVES, str(tmp_path / "out"), by=by)
+        SplitConfig(write_lines(tmp_path / "rows.jsonl", rows), "comparisons", HALVES, str(tmp_path / "out"), by=by)
     )
     sides = [
         {row["prompt"].split("question ")[1].split("\n")[0] for row in read(tmp_path / "out" / f"{name}.jsonl")}
@@ -67,7 +63,7 @@ def test_a_row_of_several_records_is_written_once(tmp_path, by):
         first, second = replies("a", "b")
         tree = {"role": "prompter", "text": f"question {n}", "replies": [{**first, "replies": [again]}, second]}
         rows.append({"message_tree_id": str(n), "prompt": tree})
-    source = write(tmp_path / "rows.jsonl", rows)
+    source = write_lines(tmp_path / "rows.jsonl", rows)
     for kind in ("rankings", "comparisons"):
         rows_of.split(SplitConfig(source, kind, HALVES, str(tmp_path / kind), by=by))
         parts = [read(tmp_path / kind / f"{name}.jsonl") for name in HALVES]
@@ -77,7 +73,7 @@ def test_a_row_of_several_records_is_written_once(tmp_path, by):
 def test_bad_rows_are_named_or_counted(tmp_path):
     rows = [{"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: a\n\nAssistant: c"}] * 3
     rows += [{"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: x\n\nAssistant: c"}]
-    source = write(tmp_path / "rows.jsonl", rows)
+    source = write_lines(tmp_path / "rows.jsonl", rows)
     config = SplitConfig(source, "comparisons", {"all": 1.0}, str(tmp_path / "out"))
     with pytest.raises(UserError, match=r"rows.jsonl:4:rejected: .* differs from chosen's"):
         rows_of.split(config)
@@ -117,7 +113,7 @@ def test_settings_that_make_no_split_are_refused(settings, problem):
 def test_each_text_is_used_once_and_stands_on_its_labels_side(tmp_path):
     """Labels may be numbers, and 0 is one."""
     rows = [{"text": f"good {n}", "label": 1} for n in range(5)] + [{"text": f"bad {n}", "label": 0} for n in range(7)]
-    source = write(tmp_path / "rows.jsonl", [*rows, {"text": "so so", "label": "neutral"}])
+    source = write_lines(tmp_path / "rows.jsonl", [*rows, {"text": "so so", "label": "neutral"}])
     rows_of.pairs(PairsConfig(source, "1", "0", str(tmp_path / "out")))
     pairs = read(tmp_path / "out/comparisons.jsonl")
     assert sorted(pair["chosen"] for pair in pairs) == [f" good {n}" for n in range(5)]
@@ -128,7 +124,7 @@ def test_each_text_is_used_once_and_stands_on_its_labels_side(tmp_path):
 
 def test_pairings_use_each_text_so_often_with_other_partners(tmp_path):
     rows = [{"text": f"{label} {n}", "label": label} for n in range(20) for label in ("pos", "neg")]
-    source = write(tmp_path / "rows.jsonl", rows)
+    source = write_lines(tmp_path / "rows.jsonl", rows)
     rows_of.pairs(PairsConfig(source, "pos", "neg", str(tmp_path / "out"), pairings=3))
     rows_of.pairs(PairsConfig(source, "pos", "neg", str(tmp_path / "once")))
     pairs = read(tmp_path / "out/comparisons.jsonl")
@@ -141,10 +137,10 @@ def test_pairings_use_each_text_so_often_with_other_partners(tmp_path):
 
 
 def test_rows_without_the_columns_and_labels_without_rows_are_named(tmp_path):
-    source = write(tmp_path / "rows.jsonl", [{"text": "fine", "label": "pos"}, {"label": "neg"}])
+    source = write_lines(tmp_path / "rows.jsonl", [{"text": "fine", "label": "pos"}, {"label": "neg"}])
     with pytest.raises(UserError, match=r"rows.jsonl:2: needs `text` \(text\) and `label`"):
         rows_of.pairs(PairsConfig(source, "pos", "neg", str(tmp_path / "out")))
-    source = write(tmp_path / "rows.jsonl", [{"text": "fine", "label": "pos"}])
+    source = write_lines(tmp_path / "rows.jsonl", [{"text": "fine", "label": "pos"}])
     with pytest.raises(UserError, match="no row has the label 'neg'"):
         rows_of.pairs(PairsConfig(source, "pos", "neg", str(tmp_path / "out")))
     with pytest.raises(ValueError, match="another label"):
@@ -167,7 +163,7 @@ STORY = 'A cat sat on the mat. "Who are you?" it asked. Nobody came to answer it
     ],
 )
 def test_opening_and_rest_are_the_paragraph_again(tmp_path, settings, prompt, response):
-    source = write(tmp_path / "texts.jsonl", [{"text": STORY}])
+    source = write_lines(tmp_path / "texts.jsonl", [{"text": STORY}])
     rows_of.continuations(ContinuationsConfig(source, str(tmp_path / "out"), **settings))
     assert read(tmp_path / "out/demonstrations.jsonl") == [{"prompt": prompt, "completion": response}]
     assert STORY.startswith(prompt + response)

@@ -9,6 +9,7 @@ import pytest
 from alignment.config.load import packaged_folder
 from alignment.errors import UserError
 from alignment.pipeline.stages import load_stage_file
+from tests.conftest import write_lines
 
 study: Any = load_stage_file(packaged_folder("recipes") / "study.py")
 SeriesConfig, ChartConfig, PeakConfig, SavingsConfig = (
@@ -23,7 +24,7 @@ def points_of(gold, proxy):
 
 def write_run(directory, rows):
     directory.mkdir()
-    (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(directory / "metrics.jsonl", rows)
     return str(directory)
 
 

@@ -22,6 +22,7 @@ from alignment.reports.recipe_report import run as run_recipe_report
 from alignment.reports.run_log import RunLog, columns
 from alignment.reports.sentences import better_run, describe_run, overlaps, winner
 from alignment.statistics.reward_card import ScoredGroup, accuracy_figures, length_figures, pairs_of, reliability
+from tests.conftest import write_lines
 
 ATTACK = '<script>alert("x")</script>'
 CHECK = Path(__file__).resolve().parents[2] / "scripts" / "check_pages.mjs"
@@ -65,7 +66,7 @@ def write_run(folder: Path, run: RunLog, *, parents: dict | None = None, data: s
     steps = next(iter(run.series.values())).steps
     rows = [{"step": step, **{key: own.values[i] for key, own in run.series.items()}} for i, step in enumerate(steps)]
     for name, lines in (("metrics", rows), ("samples", samples)):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        write_lines(folder / f"{name}.jsonl", lines)
     return folder
 
 
@@ -107,7 +108,7 @@ def test_the_first_sentence_says_who_won_and_how_sure(rates, words, tmp_path):
     assert summary(page).startswith(winner(evaluation(rates))[:40])
 
 
-def test_a_difference_is_claimed_only_where_no_value_lies_in_both_intervals():
+def test_a_difference_needs_intervals_that_share_no_value():
     ends = [(low, high) for low in range(6) for high in range(low, 6)]
     for low, high in ends:
         for other_low, other_high in ends:
@@ -116,7 +117,7 @@ def test_a_difference_is_claimed_only_where_no_value_lies_in_both_intervals():
             assert ("overlap." in overlaps("a", rates)) == bool(shared), rates
 
 
-def test_evaluations_are_compared_where_the_baselines_responses_are_the_same(tmp_path):
+def test_evaluations_with_the_same_baseline_responses_are_compared(tmp_path):
     ppo, dpo = evaluation({"PPO": (292, 108)}), evaluation({"DPO": (200, 200)})
     folders = [write_evaluation(tmp_path / name, own) for name, own in (("one", ppo), ("two", dpo))]
     page = write_comparison(folders, tmp_path / "page.html")
@@ -124,7 +125,7 @@ def test_evaluations_are_compared_where_the_baselines_responses_are_the_same(tmp
     assert page.read_text().count("PPO (one)") > 2 and "DPO (two)" in page.read_text()
 
 
-def test_evaluations_against_other_responses_of_the_baseline_are_not_compared(tmp_path):
+def test_evaluations_with_other_baseline_responses_are_not(tmp_path):
     ppo, dpo = evaluation({"PPO": (292, 108)}), evaluation({"DPO": (200, 200)}, base="Good day.")
     folders = [write_evaluation(tmp_path / name, own) for name, own in (("one", ppo), ("two", dpo))]
     said = summary(write_comparison(folders, tmp_path / "page.html"))
@@ -202,7 +203,7 @@ def compared(tmp_path):
     return folders
 
 
-def test_a_comparison_has_its_verdict_settings_curves_samples_and_dropped_rows(compared, tmp_path):
+def test_a_comparison_has_verdict_settings_curves_and_samples(compared, tmp_path):
     page = write_comparison(compared, tmp_path / "page.html")
     html = page.read_text(encoding="utf-8")
     assert summary(page).startswith(
@@ -217,7 +218,7 @@ def test_a_comparison_has_its_verdict_settings_curves_samples_and_dropped_rows(c
     assert ATTACK not in html and "&lt;script&gt;" in html
 
 
-def test_the_same_file_elsewhere_is_the_same_setting_and_another_file_is_not(compared, tmp_path):
+def test_the_same_file_elsewhere_is_the_same_setting(compared, tmp_path):
     lineage = json.loads((compared[1] / "lineage.json").read_text())
     lineage["parents"]["second/reward/model"] = "cc" * 32
     (compared[1] / "lineage.json").write_text(json.dumps(lineage))
@@ -306,7 +307,7 @@ def family(tmp_path, compared) -> list[Path]:
     ]
 
 
-def test_pages_have_landmarks_headings_in_order_captions_scopes_and_described_charts(family):
+def test_pages_have_landmarks_headings_captions_and_descriptions(family):
     for page in family:
         tags = Tags(page.read_text(encoding="utf-8"))
         assert [len(tags.of(name)) for name in ("main", "header", "nav", "h1")] == [1, 1, 1, 1]

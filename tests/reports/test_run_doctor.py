@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import yaml
 
-from alignment.algorithms.ppo.config import PPOConfig
+from alignment.algorithms.ppo import PPOConfig
 from alignment.algorithms.rollouts.alarms import Alarms, new_alarms
 from alignment.cli import main
 from alignment.config.schema import config_keys, packaged_schema
@@ -24,6 +24,7 @@ from alignment.reports.diagnosis import (
 )
 from alignment.reports.run_log import RunLog, Series, columns, read_run_log
 from alignment.training import OptimConfig
+from tests.conftest import write_lines
 
 N = 40
 RISE = np.linspace(0, 1, N)
@@ -251,7 +252,7 @@ def write_run(directory, lines: int = N, **changes) -> str:
     directory.mkdir(parents=True)
     metrics = {**healthy_ppo(), **changes}
     rows = [{"step": i + 1, **{name: float(column[i]) for name, column in metrics.items()}} for i in range(lines)]
-    (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(directory / "metrics.jsonl", rows)
     (directory / "lineage.json").write_text(json.dumps({"stage": "ppo", "parents": []}))
     (directory / "config.yaml").write_text(yaml.safe_dump(json.loads(json.dumps(CONFIG))))
     return str(directory)

@@ -1,12 +1,13 @@
 """The benchmark of the trainers: what it counts and prints. No speed is asserted."""
 
-import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from accelerate.state import AcceleratorState
+
+from tests.conftest import read_lines
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import bench
@@ -64,5 +65,5 @@ def test_hh_rows_are_short_and_of_the_kind(kind, tmp_path):
     if not (Path(bench.os.environ.get("ALIGNMENT_DATA", "../shared/data")) / "hh_rlhf").is_dir():
         pytest.skip("no real data")
     columns = {"prompt", "completion"} if kind == "sft" else {"prompt", "chosen", "rejected"}
-    rows = [json.loads(line) for line in bench.hh_rows(kind, tmp_path, 20).read_text().splitlines()]
+    rows = read_lines(bench.hh_rows(kind, tmp_path, 20))
     assert [set(row) for row in rows] == [columns] * 20

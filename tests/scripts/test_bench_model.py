@@ -23,7 +23,7 @@ def test_half_of_the_rectangle_is_padding():
     assert max(lengths) == bench_model.WIDTH and sum(lengths) / (64 * bench_model.WIDTH) == pytest.approx(0.5, abs=0.01)
 
 
-def test_operations_are_matrices_once_per_token_and_the_causal_half_of_attention(tiny):
+def test_operations_are_matrices_and_the_causal_half_of_attention(tiny):
     import torch
 
     ours, theirs = bench_model.models("nano", "cpu", torch.float32)

@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 from scripts import docs_overoptimization
 
 
-def test_the_picture_of_overoptimization_is_drawn_from_studies_of_finished_runs(tmp_path, monkeypatch):
+def test_the_picture_is_drawn_from_studies_of_finished_runs(tmp_path, monkeypatch):
     points = [{"kl": 0.1, "proxy": 0.5, "gold": 1.7}, {"kl": 2.0, "proxy": 1.5, "gold": 2.6}]
     for seed in ("0", "1"):
         (tmp_path / seed / "study").mkdir(parents=True)

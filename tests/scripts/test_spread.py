@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from alignment.errors import UserError
+from tests.conftest import write_lines
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import spread
@@ -24,7 +25,7 @@ def run_of(tmp_path):
         win = {"rate": rate, "low": rate - half_width, "high": rate + half_width, "n": 300}
         models = {"SFT": {"gold": {"total": 1.5, "honest": 1.0}}, "DPO": {"win_rate": win, "kl": 1.0}}
         (run / "evaluation/results.json").write_text(json.dumps({"models": models, "samples": [{"score": 4.0}]}))
-        (run / "dpo/metrics.jsonl").write_text("".join(json.dumps({"loss": loss}) + "\n" for loss in losses))
+        write_lines(run / "dpo/metrics.jsonl", ({"loss": loss} for loss in losses))
         (run / "stages.json").write_text(json.dumps({stage: {"seconds": 10.0} for stage in stages}))
         return run
 
@@ -49,7 +50,7 @@ def test_bounds_parts_of_the_gold_reward_and_samples_get_no_line(run_of):
     }  # fmt: skip
 
 
-def test_runs_with_prompts_of_their_own_have_students_interval_of_their_rates(run_of):
+def test_runs_with_their_own_prompts_have_students_interval(run_of):
     """Rates 0.5, 0.6 and 0.7: t_2 = 4.303 times 0.1 / sqrt(3), over 0.2333, the mean of r (1 - r), in log odds."""
     runs = [run_of(name, rate, 0.05, [0.7]) for name, rate in (("a", 0.5), ("b", 0.6), ("c", 0.7))]
     for run in runs:

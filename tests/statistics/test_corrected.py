@@ -1,6 +1,5 @@
 """Win rates corrected by labels of people: formulas by hand, another implementation, planted judges, coverage."""
 
-import json
 import math
 from statistics import NormalDist
 
@@ -11,6 +10,7 @@ from alignment.data.rows.records import Prompt
 from alignment.errors import UserError
 from alignment.judging.people_judge import corrected_by_people
 from alignment.statistics.corrected import corrected_win_rate, labels_needed
+from tests.conftest import write_lines
 
 ITEMS, LABELS = 400, 100
 
@@ -214,7 +214,7 @@ def test_labels_of_a_form_correct_a_win_rate(tmp_path):
                 texts = {"first": f"theirs {i}", "second": f"ours {i}", "verdict": 1 - verdict}
             rows.append({"id": f"row {i}", "prompt": "p", **texts, "judge": person})
     path = tmp_path / "labels.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(path, rows)
     prompts = [Prompt(f"question {i}", {}, f"row {i}") for i in range(20)]
     sides = [f"ours {i}" for i in range(20)], [f"theirs {i}" for i in range(20)]
     found = corrected_by_people(path, prompts, *sides, [1.0, 0.0] * 10)

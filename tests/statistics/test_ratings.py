@@ -85,7 +85,7 @@ def test_rao_and_kuppers_ties_by_hand():
 
 
 @pytest.mark.parametrize("ties", ["davidson", "rao_kupper"])
-def test_without_a_difference_of_strength_the_tie_parameter_is_the_share_of_ties(ties):
+def test_without_differences_the_tie_parameter_is_the_tie_share(ties):
     """By hand: a third each: nu = 1; theta = 2, where win = 1 / (1 + theta)."""
     rows = [(*pair, outcome) for pair in (("a", "b"), ("b", "c"), ("c", "a")) for outcome in (1.0, 0.5, 0.0)]
     ratings = bradley_terry_ratings(rows, ties=ties)

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from alignment.adapters.specs import LoRASpec
+from alignment import load_reward_model
+from alignment.adapters import LoRASpec
 from alignment.algorithms.reward import EnsembleConfig
 from alignment.data.config import DataConfig, SourceConfig
 from alignment.data.rows.records import Prompt, Ranking
@@ -20,7 +21,7 @@ from alignment.evaluation import reward_accuracy
 from alignment.evaluation.reward_accuracy import BestOfNConfig, RewardEvalConfig
 from alignment.judging.responses import score_responses
 from alignment.models.outputs import ValueOutput
-from alignment.reward_model import RewardModel, load_reward_model
+from alignment.reward_model import RewardModel
 from alignment.rewards.selection import best_of_n, kl_bound, powers_of_two
 from alignment.statistics.reward_card import (
     ScoredGroup,
@@ -35,6 +36,7 @@ from alignment.statistics.reward_card import (
 )
 from alignment.statistics.winrate import Z_95, paired_interval
 from alignment.training import TrainingConfig
+from tests.conftest import lines_file
 
 
 def group(scores, ranks=(0, 1), lengths=(10, 10), prompt="p"):
@@ -44,7 +46,7 @@ def group(scores, ranks=(0, 1), lengths=(10, 10), prompt="p"):
 # --- accuracy -------------------------------------------------------------------------------------------------------
 
 
-def test_one_pair_per_prompt_has_tangos_interval_and_pairs_of_a_prompt_are_not_counted_as_independent():
+def test_one_pair_per_prompt_has_tangos_interval():
     alone = clustered_rate(np.array([1.0, 1.0, 0.5, 0.0]), np.arange(4))
     assert alone is not None
     assert (alone["rate"], alone["wins"], alone["losses"], alone["ties"]) == (0.625, 2, 1, 1)
@@ -236,13 +238,8 @@ def test_a_planted_scorer_of_length_and_padding_shows_in_the_card(world, tokeniz
 # --- runs -----------------------------------------------------------------------------------------------------------
 
 
-def write_lines(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
-def test_a_run_writes_the_card_of_several_sources_and_a_curve_of_a_policys_samples(stage, world, tmp_path):
-    rankings = write_lines(
+def test_a_run_writes_the_card_of_several_sources_and_a_curve(stage, world, tmp_path):
+    rankings = lines_file(
         tmp_path / "rankings.jsonl",
         [
             {"prompt": "Guest: hello\nConcierge:", "responses": [" Hello.", " Go.", " Welcome to us all."], "scores": [3, 1, 3]},
@@ -306,8 +303,8 @@ def test_padded_calls_of_every_member_of_an_ensemble_give_its_scores(kind, stage
     assert max(form["largest"] for form in card["robustness"]["forms"].values()) < 1e-4
 
 
-def test_pairs_of_one_ranking_are_clustered_and_what_is_not_asked_for_is_left_out(stage, tmp_path):
-    rows = write_lines(
+def test_pairs_of_one_ranking_are_clustered(stage, tmp_path):
+    rows = lines_file(
         tmp_path / "rows.jsonl",
         [{"prompt": f"Guest {i}:", "responses": [" a b", " c", " d e f"], "ranking": [0, 1, 2]} for i in range(4)],
     )
@@ -323,7 +320,7 @@ def test_pairs_of_one_ranking_are_clustered_and_what_is_not_asked_for_is_left_ou
 
 def test_scores_that_are_not_finite_are_refused_by_row(stage, tmp_path, monkeypatch):
     """[B-H1] An infinite score beats every other one."""
-    rows = write_lines(tmp_path / "rows.jsonl", [{"prompt": "Guest:", "chosen": " a", "rejected": " b"}])
+    rows = lines_file(tmp_path / "rows.jsonl", [{"prompt": "Guest:", "chosen": " a", "rejected": " b"}])
     config = RewardEvalConfig(str(stage("reward") / "model"), DataConfig(train=rows), str(tmp_path / "out"))
     score = reward_accuracy.score_encoded
     monkeypatch.setattr(reward_accuracy, "score_encoded", lambda *given: score(*given) + float("inf"))
@@ -337,7 +334,7 @@ def test_scores_that_are_not_finite_are_refused_by_row(stage, tmp_path, monkeypa
 
 def test_bad_rows_of_all_sources_come_at_once(stage, tmp_path):
     sources = [
-        SourceConfig(write_lines(tmp_path / f"{name}.jsonl", [{"prompt": "Q:", "chosen": chosen, "rejected": " b"}]))
+        SourceConfig(lines_file(tmp_path / f"{name}.jsonl", [{"prompt": "Q:", "chosen": chosen, "rejected": " b"}]))
         for name, chosen in (("one", 1), ("two", 2))
     ]
     config = RewardEvalConfig(str(stage("reward") / "model"), DataConfig(train=sources), str(tmp_path / "out"))

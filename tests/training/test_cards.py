@@ -90,7 +90,7 @@ def test_the_table_for_planning_agrees_with_the_cards(monkeypatch, name):
     )  # of 40 GB: 1.6
 
 
-def test_an_unknown_capability_has_no_rate_and_a_plan_says_that_it_assumes_one(monkeypatch):
+def test_an_unknown_capability_has_no_rate_and_is_assumed_one(monkeypatch):
     insert(monkeypatch, "T4")
     assert peak_tflops(CARD, "bf16") is None
     device = find_device(None, None, "bf16", None)

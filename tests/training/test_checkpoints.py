@@ -88,7 +88,7 @@ def test_optimizer_state_follows_names_and_not_order(tmp_path):
     assert equal(other, first)
 
 
-def test_frozen_weights_are_not_stored_and_several_engines_have_a_folder_each(tmp_path):
+def test_frozen_weights_are_not_stored_and_engines_have_folders(tmp_path):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 1))
     model[0].requires_grad_(False)
@@ -208,7 +208,7 @@ def test_random_states_come_back(tmp_path):
     assert first[:2] == second[:2] and torch.equal(first[2], second[2])
 
 
-def test_a_damaged_checkpoint_is_kept_under_another_name_and_never_outlives_a_sound_one(tmp_path, capsys):
+def test_a_damaged_checkpoint_never_outlives_a_sound_one(tmp_path, capsys):
     engine = saved(tmp_path, 3)
     cut_in_half(tmp_path / "step-000003" / "model.safetensors")
     found = latest_checkpoint(tmp_path)
@@ -257,7 +257,7 @@ def test_a_manifest_that_is_none_is_named(tmp_path, content):
         latest_checkpoint(tmp_path)
 
 
-def test_a_full_disk_while_weights_are_written_is_named_with_path_and_bytes(tmp_path, monkeypatch):
+def test_a_full_disk_is_named_with_path_and_bytes(tmp_path, monkeypatch):
     engine = saved(tmp_path, 1)
 
     def fails(tensors: object, path: Path, metadata: object) -> None:

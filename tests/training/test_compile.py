@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from alignment.errors import UserError
-from alignment.generation.engine import decode_responses
-from alignment.generation.sampling import SamplingConfig
+from alignment.generation import SamplingConfig, decode_responses
 from alignment.models.build import build_language_model
 from alignment.ragged import Ragged
 

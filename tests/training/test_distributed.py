@@ -15,7 +15,7 @@ from alignment.training.distributed import init_distributed
         ("ignored_modules", "head"), ("state_dict_type", "LOCAL_STATE_DICT"), ("version", "1"),
     ],
 )  # fmt: skip
-def test_a_setting_of_the_launch_file_that_is_not_honored_is_refused_by_name(monkeypatch, name, value):
+def test_a_launch_setting_that_is_not_honored_is_refused(monkeypatch, name, value):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv("FSDP_VERSION", "2")
     monkeypatch.setenv(f"FSDP_{name.upper()}", value)

@@ -62,7 +62,7 @@ def test_settings_without_effect_are_refused(settings, why):
 
 
 @pytest.mark.parametrize("choice", [{}, {"keep_best": "held_out_loss"}, {"early_stopping": {"patience": 3}}])
-def test_how_often_a_run_evaluates_may_change_on_resume_only_where_that_chooses_nothing(choice):
+def test_evaluations_may_change_on_resume_where_they_choose_nothing(choice):
     configs = [{"training": {"evaluate_every_steps": every, "seed": 0, **choice}} for every in (2, 3)]
     one, other = (without_runtime_keys(config) for config in configs)
     assert (one == other) == (not choice) and "seed" in one["training"]
@@ -127,7 +127,7 @@ def test_the_best_survives_rotation_and_only_one_is_kept_at_the_end(tmp_path):
 
 
 @pytest.mark.parametrize("stop_after", [2, 3, 4, 6])
-def test_stopped_and_resumed_equals_uninterrupted_with_average_and_early_stopping(tmp_path, stop_after):
+def test_resumed_equals_uninterrupted_with_average_and_stopping(tmp_path, stop_after):
     settings = {"early_stopping": EarlyStopping(patience=3), "ema_decay": 0.5, "save_every_steps": 5}
     whole = train(tmp_path / "whole", **settings)
     with pytest.raises(SystemExit):
@@ -168,7 +168,7 @@ def test_damaged_best_weights_are_named_and_the_last_ones_are_written(tmp_path):
         assert equal(written(tmp_path), after(8))
 
 
-def test_a_run_that_died_after_a_better_evaluation_goes_on_from_the_best_its_checkpoint_knows(tmp_path):
+def test_a_run_that_died_goes_on_from_the_best_of_its_checkpoint(tmp_path):
     settings = {"keep_best": "held_out_loss", "save_every_steps": 2}
     falling = [3.0, 2.0, 1.0, 0.9, 0.8, 0.7, 0.75, 0.6]
     with pytest.raises(KeyboardInterrupt):  # after a better evaluation at step 3, which no checkpoint knows
@@ -179,9 +179,7 @@ def test_a_run_that_died_after_a_better_evaluation_goes_on_from_the_best_its_che
     assert equal(written(tmp_path), after(2))
 
 
-def test_a_resume_says_at_once_that_the_best_weights_are_damaged_and_a_better_evaluation_makes_up_for_it(
-    tmp_path, capsys
-):
+def test_damaged_best_weights_are_reported_and_made_up_for(tmp_path, capsys):
     settings = {"keep_best": "held_out_loss", "save_every_steps": 2}
     with pytest.raises(SystemExit):
         train(tmp_path, stop_after=4, values=BEST_THIRD, **settings)
@@ -200,13 +198,13 @@ def test_without_a_finite_evaluation_the_last_weights_are_written(tmp_path):
     assert equal(written(tmp_path), after(8))
 
 
-def test_a_metric_that_the_evaluation_does_not_have_is_named_at_the_first_one(tmp_path):
+def test_a_metric_that_no_evaluation_has_is_named_at_the_first(tmp_path):
     with pytest.raises(UserError, match=r"no held_out_accuracy; it has .*held_out_loss"):
         train(tmp_path, keep_best="held_out_accuracy")
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
-def test_a_run_of_which_nothing_is_evaluated_is_refused_before_the_first_update(tmp_path, make_stage, checkpoints):
+def test_a_run_without_evaluations_is_refused_before_an_update(tmp_path, make_stage, checkpoints):
     training = TrainingConfig(keep_best="held_out_loss", evaluate_every_steps=1)
     run, config = make_stage("sft", checkpoints["llama"], tmp_path, training=training)
     with pytest.raises(UserError, match=r"data\.evaluation names no rows"):

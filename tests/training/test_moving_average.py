@@ -57,7 +57,7 @@ def test_swapping_changes_no_bit_of_the_weights_nor_of_the_training():
     assert all(torch.equal(value, weights(with_average)[name]) for name, value in weights(plain).items())
 
 
-def test_a_resumed_run_has_the_same_average_and_the_raw_weights_are_in_a_checkpoint(tmp_path, capsys):
+def test_a_resumed_run_has_the_same_average(tmp_path, capsys):
     def train(output, steps):
         training = TrainingConfig(max_steps=4, ema_decay=0.8, save_every_steps=2)
         engine, seen = toy_engine(dropout=0.1, steps=4, training=training), []

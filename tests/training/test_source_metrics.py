@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from alignment.data.batches import Example, collate, collate_pairs
-from alignment.training.terms import LossSum, Sources, averages
+from alignment.training import LossSum
+from alignment.training.terms import Sources, averages
 from tests.examples import pair_example
 
 
@@ -54,7 +55,7 @@ def test_the_split_into_micro_batches_changes_no_mean():
     assert results[1] == pytest.approx(results[0])
 
 
-def test_a_source_without_a_row_in_the_update_is_left_out_and_nothing_is_nan():
+def test_a_source_without_a_row_is_left_out():
     [batch] = collate([example(2, 1)], 100)
     metrics = logged(TWO.loss_sum(torch.tensor([1.0, 2.0]), batch, accuracy=torch.tensor([1.0, 0.0])), weight=2.0)
     assert metrics == {"loss": 1.5, "loss/chat": 1.5, "accuracy/chat": 0.5, "share/code": 0.0, "share/chat": 1.0}

@@ -52,7 +52,7 @@ def test_the_keys_of_a_call_keep_their_order(jsonl, keys):
     assert written == call and [*written] == [*keys, *("type",)[: 3 - len(keys)]]
 
 
-def test_nulls_of_arrow_are_no_keys_of_calls_and_tools_and_those_of_json_are(tmp_path, jsonl):
+def test_nulls_of_arrow_are_no_keys_and_those_of_json_are(tmp_path, jsonl):
     """[C5] A column of Arrow has one struct for all rows, so each call has the arguments of every other, as null."""
     rows = []
     for argument in ("city", "zone"):

@@ -82,7 +82,7 @@ def test_real_files_of_every_kind_become_tokens(real_data, name, kind, columns):
     assert len(examples) >= making.kept
 
 
-def test_messages_of_pairs_are_refused_without_a_template_and_rendered_with_one(real_data, templates):
+def test_messages_of_pairs_need_a_template(real_data, templates):
     tokenizer = read_tokenizer_files(real_data / "tokenizers" / "gpt2")
     records, _ = read_rows(real_data / "llamafactory_demo" / "dpo_en.jsonl.gz", "comparisons", on_bad_row="skip")
     assert len(records) > 200

@@ -105,14 +105,14 @@ def test_files_of_a_directory_that_are_named_after_splits_are_those_splits(write
     assert [bpe.decode(example.ids[1:-1]) for example in examples] == read
 
 
-def test_training_and_held_out_rows_of_one_directory_are_those_of_their_splits(write_rows, bpe):
+def test_rows_of_one_directory_are_those_of_their_splits(write_rows, bpe):
     config = DataConfig(str(directory := write_rows(*SPLITS)), evaluation=str(directory), evaluation_split="test")
     parts = [prepare(config, "text", bpe, part=part)[0] for part in ("train", "evaluation")]
     assert [[bpe.decode(each.ids[1:-1]) for each in part] for part in parts] == [["train.jsonl"], ["test.jsonl"]]
 
 
 @pytest.mark.parametrize("split", ["trian", "eval"])
-def test_a_split_that_a_directory_has_not_is_answered_with_those_that_it_has(write_rows, split):
+def test_a_missing_split_is_answered_with_those_that_exist(write_rows, split):
     with pytest.raises(UserError) as caught:
         read_rows(write_rows(*SPLITS), "text", split=split)
     (line,) = str(caught.value).splitlines()

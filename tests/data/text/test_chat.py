@@ -116,7 +116,7 @@ def test_h05_trimmed_replies_count_as_the_template_wrote_them(chatml, templates)
 
 
 @pytest.mark.parametrize("name", ["bpe", "metaspace"])
-def test_blanks_that_a_template_writes_around_a_reply_are_kept_in_rows_of_one_turn(name, request, templates):
+def test_blanks_of_a_template_around_a_reply_are_kept(name, request, templates):
     """One template, one text: a single turn, the same turn as a dialogue, and transformers give the same ids."""
     tokenizer = copy.deepcopy(request.getfixturevalue(name))
     tokenizer.chat_template = templates["instruct"]
@@ -131,7 +131,7 @@ def test_blanks_that_a_template_writes_around_a_reply_are_kept_in_rows_of_one_tu
     assert example.mask == pair.masks[0] == chat_ids(tokenizer, [USER, reply])[1]
 
 
-def test_a_response_is_given_only_the_blanks_that_the_template_writes_and_not_twice(chatml, templates):
+def test_a_response_gets_the_blanks_of_its_template_once(chatml, templates):
     chatml.chat_template = templates["instruct"]
     assert chat.response_ids(chatml, " the mat", [USER])[:2] == chat.response_ids(chatml, "the mat", [USER])[:2]
     for template in ("chatml", "trimming"):  # which write nothing around a reply
@@ -209,7 +209,7 @@ def test_unusable_templates_are_refused(chatml, templates, template, message):
         chat.prompt_ids(chatml, [USER])
 
 
-def test_every_assistant_turn_of_a_dialogue_is_trained_on(chatml):
+def test_h05_every_assistant_turn_of_a_dialogue_is_trained_on(chatml):
     row = Demonstration(DIALOGUE[:-1], "$46", "r1", DIALOGUE)
     [whole], _ = tokenize_demonstrations([row], chatml, 1000)
     assert spans(chatml, whole.ids, whole.mask) == ["hello to you<|im_end|>", "on the mat<|im_end|>", "$46<|im_end|>"]
@@ -310,7 +310,7 @@ TWO_REPLIES = [
 
 
 @pytest.mark.parametrize(("template", "noted"), [(HEADED, True), (HEADED.replace(": '", ":'"), False)])
-def test_a_dialogue_whose_earlier_replies_have_other_tokens_in_generation_is_noted(template, noted):
+def test_earlier_replies_with_other_tokens_in_generation_are_noted(template, noted):
     words = train_bpe(["user: more words, assistant: words words"] * 5, 400, ("<s>", "<|im_end|>", "<pad>"))
     words.chat_template = template
     [one, two] = encode_dialogues(words, [Demonstration([], "", "", each) for each in (TWO_REPLIES[:2], TWO_REPLIES)])

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from alignment import load_tokenizer
 from alignment.algorithms.sft import SFTConfig
 from alignment.data.text import chat
 from alignment.data.text.templates import FOLDER, NAMED, read_chat_template, with_chat_template
 from alignment.data.tokenizers.tokenizer import save_tokenizer
 from alignment.data.tokenizers.train import train_bpe
 from alignment.errors import UserError
-from alignment.loading import load_tokenizer
 from tests.data.text.published import spans, text_of
 from tests.examples import chat_ids
 
@@ -37,7 +37,7 @@ def test_every_file_has_a_name_and_every_name_a_file():
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_a_named_template_trains_the_replies_and_its_prompts_begin_the_dialogue(name, words):
+def test_a_named_template_trains_replies_and_begins_the_dialogue(name, words):
     chosen = with_chat_template(words, name)
     ids, mask = chat_ids(chosen, DIALOGUE)
     end = chosen.decode([chat.end_token_id(chosen)])

@@ -45,7 +45,7 @@ UNENDED = {"gptoss"}  # its earlier turns end in a token at which generation doe
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_published_template_trains_exactly_the_replies_and_their_ends(name):
+def test_published_templates_train_the_replies_and_their_ends(name):
     tokenizer = tokenizer_of(name)
     ids, mask = chat_ids(tokenizer, DIALOGUE)
     end = tokenizer.decode([chat.end_token_id(tokenizer)])
@@ -60,7 +60,7 @@ def test_every_published_template_trains_exactly_the_replies_and_their_ends(name
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_training_variant_is_noted_and_so_is_a_prompt_that_generation_renders_otherwise(name):
+def test_training_variants_and_other_generation_prompts_are_noted(name):
     tokenizer = tokenizer_of(name)
     row = Demonstration(DIALOGUE[:-1], REPLIES[2], "r1", DIALOGUE)
     [example], counts = tokenize_demonstrations([row], tokenizer, 10_000)
@@ -185,7 +185,7 @@ def test_ends_of_odd_templates(case):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_each_turn_apart_follows_exactly_the_prompt_that_generation_renders(name):
+def test_each_turn_apart_follows_the_prompt_of_generation(name):
     tokenizer = tokenizer_of(name)
     rows = choose_turns([Demonstration(DIALOGUE[:-1], REPLIES[2], "r1", DIALOGUE)], "each")
     examples, counts = tokenize_demonstrations(rows, tokenizer, 10_000)
@@ -210,7 +210,7 @@ def test_the_last_turn_alone():
     assert spans(tokenizer, example.ids, example.mask) == ["<think>\n\n</think>\n\nthird answer<|im_end|>"]
 
 
-def test_reasoning_that_a_template_drops_from_earlier_turns_is_refused_by_name_and_trained_apart():
+def test_reasoning_dropped_from_earlier_turns_is_refused():
     tokenizer = tokenizer_of("nemotron_3_nano")
     thinking = [{**m, "reasoning_content": "so"} if m["role"] == "assistant" else m for m in DIALOGUE]
     row = Demonstration(thinking[:-1], REPLIES[2], "r1", thinking)

@@ -36,7 +36,7 @@ def qwen():
     return with_chat_template(tokenizer_of("qwen2_5"), "qwen")
 
 
-def test_a_tool_call_counts_as_the_template_renders_it_and_the_tools_answer_is_context(qwen):
+def test_a_tool_call_counts_and_the_tools_answer_is_context(qwen):
     ids, mask = chat_ids(qwen, DIALOGUE, tools=TOOLS)
     assert spans(qwen, ids, mask) == [QWEN_CALL, "first answer<|im_end|>"]
     assert "get_weather" in qwen.decode(ids[: mask.index(True)])  # the definitions

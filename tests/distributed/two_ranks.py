@@ -1,6 +1,6 @@
 """What each of two ranks runs: one update whose normalization, rate and norm can be worked out by hand. Started by the tests.
 
-python -m tests.hazards.two_ranks OUTPUT
+python -m tests.distributed.two_ranks OUTPUT
 """
 
 import json

@@ -1,7 +1,6 @@
 """H01 to H05 over every kind of row: end tokens, BOS, the seam of prompt and response, masks of dialogues."""
 
 import pytest
-from transformers import PreTrainedTokenizerFast
 
 from alignment.data.rows.records import Comparison, Demonstration, LabeledResponse, Prompt, Ranking, Text
 from alignment.data.text import chat
@@ -14,24 +13,17 @@ from alignment.data.tokenize import (
     tokenize_texts,
 )
 from alignment.data.tokenizers.tokenizer import encode
-from alignment.data.tokenizers.train import train_bpe
 from alignment.errors import UserError
 from tests.examples import chat_ids, sides
 
-CORPUS = ["The price is $46 today and $46 tomorrow. Price: $4 or $46.", "user assistant hello x the cat"] * 20
-TURNS = ("<s>", "</s>", "<pad>", "<|im_start|>", "<|im_end|>")
-CHATML = (
-    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 ASKED = [{"role": "user", "content": "Price: "}]
-DIALOGUE = [*ASKED, {"role": "assistant", "content": "$4"}, *ASKED, {"role": "assistant", "content": "$46"}]
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
+@pytest.fixture
+def tokenizer(chatml, templates):
     """Byte-level BPE that adds a BOS, with a template that writes it too; " $" is one token."""
-    return train_bpe(CORPUS, 400, TURNS, CHATML)
+    chatml.chat_template = templates["chatml with bos"]
+    return chatml
 
 
 def sequences(tokenizer, prompt, responses=("46", "$46")):
@@ -88,10 +80,8 @@ def test_h04_the_seam_of_prompt_and_response_does_not_merge(tokenizer, prompt):
         assert tokenizer.decode([i for i, counts in zip(row.ids, row.mask, strict=True) if counts]) == words + end, kind
 
 
-def test_h05_the_mask_of_a_dialogue_is_neither_all_zero_nor_all_one(tokenizer):
-    ids, mask = chat_ids(tokenizer, DIALOGUE)
-    assert any(mask) and not all(mask)
-    assert tokenizer.decode([i for i, counts in zip(ids, mask, strict=True) if counts]) == "$4<|im_end|>$46<|im_end|>"
-    for messages in (ASKED, [DIALOGUE[1]]):  # with nothing before the reply everything would count
+def test_h05_a_dialogue_of_prompts_or_replies_alone_is_refused(tokenizer):
+    """Its mask would be all zeros or all ones."""
+    for messages in (ASKED, [{"role": "assistant", "content": "$4"}]):
         with pytest.raises(UserError, match="needs an assistant message"):
             chat_ids(tokenizer, messages)
