@@ -60,7 +60,7 @@ class Settings:
     prompts: list[list[int]]
     ends: list[int]
     forced: bool
-    precision: str
+    precision: str = "fp32"
 
     @property
     def ends_by_prompt(self) -> Mapping[tuple[int, ...], int]:

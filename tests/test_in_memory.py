@@ -12,7 +12,7 @@ import yaml
 import alignment
 from alignment.data.rows.read import read_rows
 from alignment.errors import UserError
-from alignment.pipeline.in_memory import lines_file
+from alignment.pipeline.in_memory import write_lines
 from tests.conftest import read_lines
 
 TINY = {"training": {"max_steps": 2, "batch_size": 4}, "optim": {"learning_rate": 1e-3}, "data": {"max_length": 256}}
@@ -168,7 +168,7 @@ def test_rows_of_pandas_numpy_and_datasets_are_those_of_the_same_lists(tmp_path,
     held.to_parquet(str(tmp_path / "rows.parquet"))
     frame = pd.read_parquet(tmp_path / "rows.parquet")
     given = wanted, held, frame, frame.to_dict("records")
-    read = [read_rows(lines_file(rows, tmp_path, "train"), "demonstrations")[0] for rows in given]
+    read = [read_rows(write_lines(rows, tmp_path, "train"), "demonstrations")[0] for rows in given]
     read.append(read_rows(tmp_path / "rows.parquet", "demonstrations")[0])
     assert [[record.messages for record in records] for records in read] == [
         [record.messages for record in read[0]]
@@ -178,11 +178,11 @@ def test_rows_of_pandas_numpy_and_datasets_are_those_of_the_same_lists(tmp_path,
         {"margin": np.float32(2), "label": np.bool_(True), "k": np.arange(2)},
         {"margin": math.nan, "label": False},
     ]
-    lines = read_lines(lines_file(numbers, tmp_path, "train"))
+    lines = read_lines(write_lines(numbers, tmp_path, "train"))
     assert lines == [{"margin": 2.0, "label": True, "k": [0, 1]}, {"margin": None, "label": False}]
     assert "{'margin': 1}" in capsys.readouterr().err
     with pytest.raises(UserError, match="train: row 1: Out of range"):
-        lines_file([{"k": [math.nan]}], tmp_path, "train")
+        write_lines([{"k": [math.nan]}], tmp_path, "train")
 
 
 @pytest.mark.parametrize(

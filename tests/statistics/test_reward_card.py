@@ -36,7 +36,7 @@ from alignment.statistics.reward_card import (
 )
 from alignment.statistics.winrate import Z_95, paired_interval
 from alignment.training import TrainingConfig
-from tests.conftest import lines_file
+from tests.conftest import write_lines
 
 
 def group(scores, ranks=(0, 1), lengths=(10, 10), prompt="p"):
@@ -239,7 +239,7 @@ def test_a_planted_scorer_of_length_and_padding_shows_in_the_card(world, tokeniz
 
 
 def test_a_run_writes_the_card_of_several_sources_and_a_curve(stage, world, tmp_path):
-    rankings = lines_file(
+    rankings = write_lines(
         tmp_path / "rankings.jsonl",
         [
             {"prompt": "Guest: hello\nConcierge:", "responses": [" Hello.", " Go.", " Welcome to us all."], "scores": [3, 1, 3]},
@@ -304,7 +304,7 @@ def test_padded_calls_of_every_member_of_an_ensemble_give_its_scores(kind, stage
 
 
 def test_pairs_of_one_ranking_are_clustered(stage, tmp_path):
-    rows = lines_file(
+    rows = write_lines(
         tmp_path / "rows.jsonl",
         [{"prompt": f"Guest {i}:", "responses": [" a b", " c", " d e f"], "ranking": [0, 1, 2]} for i in range(4)],
     )
@@ -320,7 +320,7 @@ def test_pairs_of_one_ranking_are_clustered(stage, tmp_path):
 
 def test_scores_that_are_not_finite_are_refused_by_row(stage, tmp_path, monkeypatch):
     """[B-H1] An infinite score beats every other one."""
-    rows = lines_file(tmp_path / "rows.jsonl", [{"prompt": "Guest:", "chosen": " a", "rejected": " b"}])
+    rows = write_lines(tmp_path / "rows.jsonl", [{"prompt": "Guest:", "chosen": " a", "rejected": " b"}])
     config = RewardEvalConfig(str(stage("reward") / "model"), DataConfig(train=rows), str(tmp_path / "out"))
     score = reward_accuracy.score_encoded
     monkeypatch.setattr(reward_accuracy, "score_encoded", lambda *given: score(*given) + float("inf"))
@@ -334,7 +334,7 @@ def test_scores_that_are_not_finite_are_refused_by_row(stage, tmp_path, monkeypa
 
 def test_bad_rows_of_all_sources_come_at_once(stage, tmp_path):
     sources = [
-        SourceConfig(lines_file(tmp_path / f"{name}.jsonl", [{"prompt": "Q:", "chosen": chosen, "rejected": " b"}]))
+        SourceConfig(write_lines(tmp_path / f"{name}.jsonl", [{"prompt": "Q:", "chosen": chosen, "rejected": " b"}]))
         for name, chosen in (("one", 1), ("two", 2))
     ]
     config = RewardEvalConfig(str(stage("reward") / "model"), DataConfig(train=sources), str(tmp_path / "out"))
