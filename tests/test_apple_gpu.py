@@ -125,7 +125,7 @@ def numbers(*shape):
 
 def drawn():
     """Two tokens of a sampler on the device, from a vocabulary of 20."""
-    request = SimpleNamespace(sampling=SamplingConfig(), alternatives=0, log_probs="sampled", stop_ids=())
+    request = SimpleNamespace(sampling=SamplingConfig(), stop_ids=())
     rows = [SimpleNamespace(request=request, drawn=0, uniform_at=lambda step: 0.5) for _ in range(2)]
     return RowSampler(rows, torch.device("meta"), steps=4).draw(numbers(2, 20), None)
 

@@ -486,7 +486,7 @@ def test_I9_what_should_train_changes_and_the_rest_stays(
     """Proves: after two updates (the first cannot move a LoRA's A, its B being 0) every trainable tensor has changed, and
     every frozen one is the same bit for bit; with an adapter exactly adapter and score head train (H20, H22)."""
     loader = load_policy if kind == "SFT" else partial(load_value_model, head="normal")
-    model = loader(checkpoints[family], ADAPTERS.get(adapter or ""), tokenizer, str(tmp_path)).model
+    model = loader(Checkpoint(checkpoints[family]), ADAPTERS.get(adapter or ""), tokenizer, str(tmp_path)).model
     before = {name: value.clone() for name, value in model.state_dict().items()}
     engine = Engine(
         model.train(), OptimConfig(learning_rate=1e-2), TrainingConfig(gradient_checkpointing=recompute), total_steps=9

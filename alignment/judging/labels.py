@@ -1,6 +1,6 @@
 """Labels of people: what each annotator is asked and in which order, the file that holds every answer, and agreement.
 
-The page is serving/label_page.py; comparisons and exports are made of the file in commands/label.py.
+The page is judging/label_page.py; comparisons and exports are made of the file in commands/label.py.
 """
 
 import sys

@@ -305,6 +305,7 @@ def responder(monkeypatch):
         n = len(prompts)
         return Generation(["yes"] * n, [[7, 2]] * n, [[-0.5, -0.25]] * n, [True] * n)
 
+    monkeypatch.setattr(command, "Checkpoint", str)
     monkeypatch.setattr(command, "load_model", lambda name, *_, **__: types.SimpleNamespace(name=name, config={}))
     monkeypatch.setattr(command, "load_tokenizer", lambda name, _: types.SimpleNamespace(name=name, chat_template=None))
     monkeypatch.setattr(
@@ -352,7 +353,7 @@ def test_doctor_names_versions_devices_extras_and_launch_files(installed, capsys
     for word in ("torch", "transformers", "accelerate", "processes", "attention", "GB free"):
         assert word in shown
     lines = {line.split()[0]: line.split()[-1] for line in shown.splitlines() if line}
-    assert {"bitsandbytes", "starlette", "uvicorn", "wandb", "deepspeed"} <= lines.keys() and "MISSING" not in shown
+    assert {"bitsandbytes", "sacrebleu", "wandb", "deepspeed"} <= lines.keys() and "MISSING" not in shown
     for name in ("ddp.yaml", "fsdp2.yaml", "zero2.yaml", "zero3.yaml", "slurm.sh", "torchrun.sh", "servers.sh"):
         assert lines[f"launch/{name.removesuffix('.yaml')}"] == str(installed / "launch" / name)
 

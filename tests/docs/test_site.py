@@ -101,7 +101,7 @@ def test_every_stage_has_its_page(built):
 
 def test_the_commands_and_the_papers_come_from_the_package(built):
     commands = Loaded(built / "reference/commands.html").text
-    assert "evaluate winrate" in commands and "--api-key-env" in (built / "reference/commands.html").read_text()
+    assert "evaluate winrate" in commands and "--dry-run" in (built / "reference/commands.html").read_text()
     papers = (built / "reference/paper_to_code.html").read_text(encoding="utf-8")
     entry = papers.partition(">2305.18290</a>")[2].partition("<dt>")[0]
     assert "Rafailov et al. 2023" in entry and "alignment/losses/preference.py" in entry and "dpo_loss" in entry
